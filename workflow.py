@@ -1542,17 +1542,20 @@ def run_page(run: str, path: str) -> dict | list | None:
     if not traces and path not in names:
         return None
     name = f"traces/{int(traces[1]):05d}.jsonl" if traces else names[path]
-    try:
-        with open(os.path.join(run, name), encoding="utf-8") as file:
-            text = file.read()
-    except FileNotFoundError:
-        raise Refusal(404, f"this run has no {name} yet") from None
     # Read NaN as null, because a browser's JSON parser rejects NaN.
     read = functools.partial(json.loads, parse_constant=lambda name: None)
-    if name == "settings.json":
-        return read(text)
-    complete_lines = text.split("\n")[:-1]  # The run may still be writing the last line.
-    return [read(line) for line in complete_lines]
+    try:
+        file = pathlib.Path(run, name).resolve()
+        # In a folder that somebody else made, a link could lead to any file.
+        if not file.is_file() or not file.is_relative_to(pathlib.Path(run).resolve()):
+            raise Refusal(404, f"there is no {name} in this run's folder yet")
+        text = file.read_text(encoding="utf-8")
+        if name == "settings.json":
+            return read(text)
+        complete_lines = text.split("\n")[:-1]  # The run may still be writing the last line.
+        return [read(line) for line in complete_lines]
+    except (OSError, ValueError, RuntimeError) as e:
+        raise Refusal(500, f"this run's {name} is damaged: {e}") from None
 
 
 def share_batches(write):

@@ -528,6 +528,38 @@ def test_the_page_and_a_run_and_nothing_else(tmp_path):
     assert found["traces/7"].json() == [{"question": "Why?"}]
 
 
+DAMAGED = [b'{"ite\n{}\n', b"\0\0\0\n", b"\xff\n", b"\n", b"[" * 200_000 + b"\n"]
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_file_of_a_run_is_named(content, tmp_path):
+    (tmp_path / "traces").mkdir()
+    for name in ("settings.json", "metrics.jsonl", "traces/00000.jsonl"):
+        (tmp_path / name).write_bytes(content)
+    with served([Player("a", str)], chain(0), run=str(tmp_path)) as url:
+        for path, name in (("settings", "settings"), ("metrics", "metrics"), ("traces/0", "00000")):
+            answer = requests.get(f"{url}/run/{path}", timeout=60)
+            assert answer.status_code == 500
+            assert f"{name}.json" in answer.json()["error"]["message"]
+            assert "is damaged" in answer.json()["error"]["message"]
+
+
+def test_a_link_out_of_a_run_and_what_is_no_file_are_not_read(tmp_path):
+    traces = tmp_path / "run" / "traces"
+    traces.mkdir(parents=True)
+    (tmp_path / "secret.jsonl").write_text('"secret"\n')
+    (traces / "00000.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    os.mkfifo(traces / "00001.jsonl")
+    (traces / "00002.jsonl").mkdir()
+    (traces / "00003.jsonl").write_text('"own"\n')
+    (traces / "00004.jsonl").symlink_to("00003.jsonl")
+    (tmp_path / "link").symlink_to("run")
+    with served([Player("a", str)], chain(0), run=str(tmp_path / "link")) as url:
+        found = [requests.get(f"{url}/run/traces/{i}", timeout=60) for i in range(5)]
+    assert [answer.status_code for answer in found] == [404, 404, 404, 200, 200]
+    assert found[4].json() == ["own"]
+
+
 def test_serving_a_pool_that_costs_demands_a_budget(tmp_path, capsys):
     worker = {"protocol": "openai", "base_url": "https://example.org/v1", "model": "m"}
     worker |= {"price": [1, 2], "params": {"max_tokens": 10}}
