@@ -15,6 +15,7 @@ import pytest
 import requests
 
 import players
+import workflow
 from players import Player, lost
 from workflow import Step, Workflow, as_lists
 
@@ -185,11 +186,57 @@ def test_the_page_asks_for_a_key_and_keeps_it_in_memory_only(browser):
 
 @pytest.mark.parametrize("width", [360, 1200])
 def test_nothing_is_wider_than_the_window(browser, width):
-    with served(POOL, CHAIN) as url:
+    pool = [*POOL[:2], Player("worker_with_a_long_name" * 9, lost)]
+    too_wide = "document.documentElement.scrollWidth > innerWidth"
+    with served(pool, CHAIN[:2], CHAIN) as url:
         browser.resize(width, 900)
         ask(browser, url)
-        inside, document = browser.run("[innerWidth, document.documentElement.scrollWidth]")
-    assert document <= inside
+        assert not browser.run(too_wide)
+        ask(browser, url, done=".box.failed")
+        assert not browser.run(too_wide)
+    with served(pool, CHAIN, write=fail) as url:
+        ask(browser, url, done="#trouble:not([hidden])")
+        assert not browser.run(too_wide)
+
+
+def fail(rollouts):
+    for rollout in rollouts:
+        rollout.error = "none_of_the_hosts_answers" * 9
+        yield rollout
+
+
+def test_an_answer_that_never_came_is_no_empty_answer(browser, monkeypatch):
+    with served([Player("silent", lambda messages: "")], CHAIN[:1]) as url:
+        ask(browser, url)
+        assert browser.run("document.querySelector('#answer .answer').textContent") != ""
+
+    def stop(handler, text, *rest, **more):
+        raise ConnectionAbortedError
+
+    monkeypatch.setattr(workflow.ConductorHandler, "reply", stop)
+    with served(POOL, CHAIN) as url:
+        ask(browser, url, done="#trouble:not([hidden])")
+        assert "stopped" in browser.run("document.querySelector('#trouble').textContent")
+        assert browser.run("document.querySelector('#answer').textContent") == ""
+
+
+def test_a_run_that_has_just_started_has_no_estimate_and_a_damaged_one_says_so(browser, tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps({"preset": "laptop", "iterations": 2}))
+    (tmp_path / "metrics.jsonl").write_text("")
+    trouble = "document.querySelector('#trouble')"
+    state = "document.querySelector('#run-state').textContent"
+    with served(POOL, CHAIN, run=str(tmp_path)) as url:
+        browser.open(url)
+        browser.wait_for("!document.querySelector('#views').hidden")
+        browser.run("document.querySelector('#show-run').click()")
+        assert browser.wait_for(state) == "laptop: 0 of 2 iterations, no estimate yet"
+
+        (tmp_path / "settings.json").write_text('{"preset": ')
+        browser.run("document.querySelector('#reload').click()")
+        browser.wait_for(f"!{trouble}.hidden")
+        assert "settings.json is damaged" in browser.run(f"{trouble}.textContent")
+        browser.open(url)
+        browser.wait_for("!document.querySelector('#views').hidden")
 
 
 def test_no_other_origin_may_use_the_page_and_no_foreign_script_runs(browser):
