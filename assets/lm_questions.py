@@ -2,9 +2,9 @@
 
     python assets/lm_questions.py > questions.jsonl
 
-The lines come in blocks of five. train.py and eval.py hold out the last line of each block. A value
-(a capital, a sum or a word) has the same place in all its blocks, so a value that is held out is
-never trained on.
+The lines come in blocks of five. train.py and eval.py hold out the last line of each block. All
+questions about the same capital, sum or word have the same place in their blocks, so they are
+either all held out or all trained on.
 """
 
 import json
@@ -37,7 +37,7 @@ def main():
     blocks = []
     for kind, answers in kinds.items():
         names = [*answers]
-        # There are few capitals, so each of their blocks is repeated.
+        # There are only 36 capitals, so each of their blocks is printed five times.
         repeats = 5 if len(names) < 99 else 1
         for start in range(0, len(names) // 5 * 5, 5):
             for frame in FRAMES * repeats:

@@ -2,7 +2,7 @@
 
 assets/lm_pool.json lists the three workers. `last_word` grades their answers, and
 assets/lm_questions.py prints the questions. assets/results-earlier.md says what a Conductor learned
-with them.
+with these workers.
 """
 
 import functools
@@ -24,7 +24,7 @@ SIGNS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 def last_text(messages: list[dict]) -> str:
-    """Return the last response that a step sees. If it sees none, return the question."""
+    """Return the last response in a worker's messages, or the question if there is no response."""
     responses = [message["content"] for message in messages if message["role"] == "assistant"]
     if responses:
         return responses[-1]

@@ -1,13 +1,14 @@
 """Draw the results of train.py and eval.py. Needs matplotlib: pip install matplotlib.
 
     python assets/plot.py RUN            RUN/curve.png: accuracy, steps, workers (Figs. 3, 7, 8)
-    python assets/plot.py RUN RUN ...    accuracy.png: the held-out accuracy of several runs
+    python assets/plot.py RUN RUN ...    accuracy.png: the accuracy of several runs
     python assets/plot.py workflows RUN  RUN/workflows.png: the commonest workflow in 4 iterations
-    python assets/plot.py subtasks RUN   RUN/subtasks.png: how often workers get usual subtasks
+    python assets/plot.py subtasks RUN   RUN/subtasks.png: the share of each worker's usual subtasks
     python assets/plot.py FILE.json ...  FILE.png: cost and accuracy, from eval.py --out=FILE.json
 
-RUN is the --out folder of a train.py run. Write NAME=RUN or NAME=FILE.json to set the name shown in
-the picture. --out=PICTURE.png or --out=PICTURE.svg writes the picture to that file instead."""
+RUN is the --out folder of a train.py run. With several RUNs or FILEs, NAME=RUN or NAME=FILE.json
+sets the name shown in the picture. --out=PICTURE.png or --out=PICTURE.svg writes the picture to
+that file instead."""
 
 import glob
 import itertools
@@ -36,7 +37,7 @@ INKS = [
     "#3a8fb0",
     "#c2528b",
     "#7a5c48",
-]  # the colours of workers, and of runs
+]  # the colours of workers, of runs and, the first one, of Conductors
 DARK, GREY = "#222222", "#808080"
 RIGHT, WRONG = "#1f7a4d", "#b3261e"  # these colours are not in INKS, so no worker has them
 STYLE = {
@@ -57,7 +58,7 @@ DOT = dict(marker="o", markersize=7, markeredgecolor="white", clip_on=False, zor
 
 
 def read(file: str):
-    """Return the content of a JSON file, or a list of the contents of a JSONL file's lines."""
+    """Return the value in a JSON file, or a list of the values on the lines of a JSONL file."""
     if not os.path.exists(file) or not os.path.getsize(file):
         raise ValueError(f"{file} is missing or empty; a run writes it after its first iteration")
     with open(file, encoding="utf-8") as f:
@@ -68,7 +69,7 @@ def read(file: str):
 
 
 def named(word: str) -> tuple[str, str]:
-    """Split NAME=PATH into (name, path). A path without NAME= gets its last part as its name.
+    """Split NAME=PATH into (name, path). By default, the name comes from the path's last part.
 
     >>> named("out/laptop.json")
     ('laptop', 'out/laptop.json')
@@ -78,7 +79,7 @@ def named(word: str) -> tuple[str, str]:
 
 
 def rolling_mean(values: list) -> list[float]:
-    """Return for each place the mean of the last ten known values up to there. None means unknown.
+    """Replace each value by the mean of the last ten known values up to it. None means unknown.
 
     >>> rolling_mean([None, 0.0, 1.0])
     [nan, 0.0, 0.5]
@@ -94,8 +95,9 @@ def rolling_mean(values: list) -> list[float]:
 def label(axes, ends: list[tuple[float, float, str, str]]):
     """Write texts to the right of the axes, each joined to its point by a thin line.
 
-    `ends` holds (y, x, text, ink) for each point. Texts that would overlap are moved apart: from
-    the bottom up, each is moved up as far as needed, but never above the axes."""
+    `ends` holds (y, x, text, ink) for each point. The texts are placed from the bottom up, each at
+    the height of its point. If the text below is too close, a text goes higher; if the texts above
+    would not fit below the top of the axes, it goes lower."""
     axes.figure.draw_without_rendering()  # lays out the axes, so that their height is known
     # The height of a line of text. Heights are fractions of the axes' height.
     gap = 0.17 * axes.figure.dpi / axes.get_window_extent().height
@@ -187,11 +189,13 @@ def draw_best_worker(axes, tested: dict, last: int) -> list[tuple]:
 
 
 def draw_bands(axes, rows: list[dict], key: str, title: str, shades: str, most: float, form: str):
-    """Draw a band for each kind of question, darker for larger values, and write its last mean.
+    """Draw a band for each kind of question, with the band's last value written to its right.
+
+    The values are means of the last ten iterations. A larger value is drawn darker.
 
     key: The metric to draw, a dict from kind to value in each row of metrics.jsonl.
-    most: The value at which the shade is almost the darkest.
-    form: The format of the last mean."""
+    most: The value that gets almost the darkest shade.
+    form: The format of the last value."""
     kinds = list(dict.fromkeys(kind for row in rows for kind in row[key]))
     means = [rolling_mean([row[key].get(kind) for row in rows]) for kind in kinds]
     start, end = rows[0]["iteration"], rows[-1]["iteration"] + 1
@@ -241,7 +245,7 @@ def worker_inks(rows: list[dict]) -> dict[str, str]:
 
 
 def compare_runs(words: list[str]) -> str:
-    """Draw the accuracies of several runs in one picture, and print the final accuracy of each.
+    """Draw the accuracies of several runs in one picture, and print the results of finished runs.
 
     Return the name of the picture's file."""
     axes = plt.figure(figsize=(8, 4), layout="constrained").add_subplot()
@@ -255,7 +259,7 @@ def compare_runs(words: list[str]) -> str:
 
 
 def print_ends(words: list[str]):
-    """Print each finished run's held-out accuracy, and the mean and deviation of several runs."""
+    """Print a line of final results for each finished run. Then summarize several accuracies."""
     accuracies = []
     for name, run in map(named, words):
         if not os.path.exists(f"{run}/test.json"):
@@ -292,7 +296,8 @@ def read_kinds(file: str) -> dict[str, list[dict]]:
 def draw_subtasks(run: str) -> str:
     """Draw, for each worker, the share of its steps that have one of its usual subtasks.
 
-    A worker's subtask is usual if at least a tenth of its steps in the last iteration have it.
+    A subtask is usual for a worker if at least a tenth of the worker's steps in the last iteration
+    have it.
     Workers with less than a hundredth of all steps in the last iteration are left out. Return the
     name of the picture's file."""
     files = trace_files(run)
@@ -349,8 +354,8 @@ def draw_workflows(run: str) -> str:
 
     The kind is the one whose workflows have the most steps on average in the last iteration. Most
     changes come early, so the points are spaced logarithmically: of 1,000 iterations, they are the
-    1st, 10th, 100th and last. If an iteration has no workflow of this kind, the nearest one that
-    has is drawn. Return the name of the picture's file."""
+    1st, 10th, 100th and last. If the kind has no valid workflow in one of these iterations, the
+    nearest iteration with one is shown. Return the name of the picture's file."""
     inks = worker_inks(read(f"{run}/metrics.jsonl"))
     files = trace_files(run)
     last = read_kinds(files[-1])
@@ -368,7 +373,7 @@ def draw_workflows(run: str) -> str:
     if not chosen:
         raise ValueError(f"{files[-1]} has no workflow that was judged")
 
-    axes = plt.figure().add_axes((0, 0, 1, 1))  # fills the figure; its units are inches
+    axes = plt.figure().add_axes((0, 0, 1, 1))  # fill the figure; a unit is an inch
     title = f"The commonest workflow for questions of the kind {kind.rpartition('/')[2]}"
     axes.text(0.2, 0.25, title, weight="bold")
     height = 0
@@ -396,7 +401,7 @@ def draw_workflow(axes, x: float, rollouts: list[dict], inks: dict[str, str]) ->
     common = mode(map(graph, ran))
     alike = [rollout for rollout in ran if graph(rollout) == common]
     alike.sort(key=lambda rollout: rollout["right"])
-    shown = alike[len(alike) // 2]  # the median: right if most of these rollouts are right
+    shown = alike[len(alike) // 2]  # the median: right if at least half of them are right
     share = len(alike) / len(rollouts)
     right = mean(rollout["right"] for rollout in alike)
     axes.text(x, 0.82, f"{share:.0%} of all rollouts", ha="center", fontsize=9)
@@ -419,7 +424,7 @@ def wrap(text: str, most: int) -> list[str]:
 def draw_box(
     axes, x: float, spans: list[tuple], sources: list[int], name: str, ink: str, lines: list[str]
 ):
-    """Draw a box below the earlier boxes, with an arrow from each source; add its span to `spans`.
+    """Draw a box below the earlier boxes, add its span to `spans`, and draw arrows to the box.
 
     spans: (top, bottom) of each box, in inches.
     sources: The indices in `spans` of the boxes from which arrows come. The arrow from the box
@@ -476,8 +481,9 @@ def read_evaluations(words: list[str]) -> tuple[dict[str, dict], set[str]]:
 def draw_evaluations(words: list[str]) -> str:
     """Plot each system's accuracy, with a 95 % interval, against its cost per question.
 
-    The cost is in dollars if they are known for every system and not all 0. Otherwise it is in
-    tokens on the same condition, or else in calls. Return the name of the picture's file."""
+    Each benchmark gets a plot. Its costs are in dollars if the dollars of every system are known
+    and not all 0, else in tokens on the same condition, else in calls. Return the name of the
+    picture's file."""
     benchmarks, conductors = read_evaluations(words)
     columns = min(2, len(benchmarks))
     height = math.ceil(len(benchmarks) / columns)

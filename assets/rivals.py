@@ -66,7 +66,7 @@ def learn_router(setup: Setup):
     pools = [setup.pool] * len(setup.lessons)
     answered = ask_each(setup.lessons, pools, LESSON, range(len(setup.pool)))
     right = np.array([[rollout.right for rollout in group] for group in answered], np.float32)
-    right = torch.from_numpy(right).nan_to_num(0.5)  # (P, W); nan: a lost call
+    right = torch.from_numpy(right).nan_to_num(0.5)  # (P, W); a lost call counts as half right
     x = trigrams([problem.question for problem in setup.lessons])  # (P, 4096)
     # Solve the ridge regression in its dual form, with a (P, P) matrix instead of (4096, 4096).
     weights = x.T @ torch.linalg.solve(x @ x.T + torch.eye(len(x)), right)  # (4096, W)
@@ -88,7 +88,7 @@ AGENTS = 5  # the maximum number of agents in a shape of collaboration (see `sha
 
 
 def shapes() -> list[list[tuple[str, list[int]]]]:
-    """Return all shapes of collaboration.
+    """Return the shapes: one agent alone; a chain, reflection and debate of each larger size.
 
     A shape lists its agents in order. Each agent is a pair: its subtask, and the numbers of the
     earlier agents whose responses it sees.
@@ -122,10 +122,10 @@ def build(choices: list[int]) -> Workflow:
 def learn_masrouter(setup: Setup):
     """Train a small MasRouter (arXiv 2502.11133) on the lessons, and return it as a system.
 
-    A linear policy on the question's trigrams samples a shape and each agent's worker, and is
-    trained by policy gradient. The original encodes the question with a language model, gives the
-    agents roles, makes each choice depend on the earlier choices, and penalizes tokens instead of
-    calls.
+    A linear policy on the question's trigrams chooses a shape and each agent's worker. During
+    training, by policy gradient, it samples its choices; later, it takes the likeliest. The
+    original encodes the question with a language model, gives the agents roles, makes each choice
+    depend on the earlier choices, and penalizes tokens instead of calls.
     """
     rng = random.Random(setup.settings.seed)
     torch.manual_seed(setup.settings.seed)
@@ -149,7 +149,8 @@ def learn_masrouter(setup: Setup):
             rollout.workflow = build(choice)
         roll_out(rollouts, judge=grade_once())
 
-        # Reinforce the choices whose workflow earned more than the mean for the same lesson.
+        # Make choices likelier if their workflow earned more than the lesson's mean, and less
+        # likely if it earned less.
         value = torch.tensor(rewards(rollouts)).view(DESIGNS, -1)  # (T, B)
         advantage = (value - value.nanmean(0)).nan_to_num()
         is_used = n_agents[choices[0]] > first_use  # (6, T, B)
@@ -187,7 +188,10 @@ ACCEPTS = re.compile(r"\bACCEPT\b|nothing here to work on")
 
 
 def hidden_states():
-    """Return a function: text -> the model's hidden state (C) at the second-to-last token."""
+    """Return a function: text -> the model's hidden state (C) at a chat's second-to-last token.
+
+    The chat has an empty system turn, then the text as the user's turn.
+    """
     if not os.path.exists(CHECKPOINT):
         raise ValueError(f"trinity needs {CHECKPOINT}: run train.py --preset=laptop first")
     model, tokenizer, _ = load_conductor(CHECKPOINT)
@@ -245,7 +249,7 @@ def learn_trinity(setup: Setup):
             yield rollout
 
     def take_turns(rollouts, heads):
-        """Run up to five rounds (§3.2) of one step each, merged into one rollout per question.
+        """Run up to five rounds (§3.2) of one step each; merge each rollout's rounds into one.
 
         The answer is the last response in the role "worker". If no turn had that role, the answer
         is the last response.

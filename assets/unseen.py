@@ -3,14 +3,14 @@
     python train.py --preset=unseen
     python assets/unseen.py out/unseen/checkpoint      # or several checkpoints
 
-The Conductors answer held-out questions of the laptop world. Each question gets a separate pool, in
-a random order. There are six tests, which differ in these pools:
+The Conductors answer held-out questions of the laptop world or, in the last test, new questions.
+Each question gets a separate pool, in a random order. The six tests differ in these pools:
 
 * orders: the five workers of training;
 * three workers: those that the question needs, and others to make three (training: four or five);
 * seven workers: the five workers of training, and a second worker for each of two trades;
 * reworded: the five workers of training, but with notes in other words;
-* name first: as reworded, but a note begins with the worker's name instead of ending with it;
+* name first: the same five, with notes that begin with the worker's name instead of ending with it;
 * fifth trade: the four trades and a sorter, whose note, instruction and questions are all new.
 
 A Conductor that does not read notes sees only numbers, so it can only guess who is who.
@@ -73,7 +73,7 @@ def sorting_problems() -> list[evaluation.Problem]:
 
 
 def reworded(worker: workers.Worker, test: str) -> workers.Worker:
-    """Return a copy of a worker with its note in the words of a test."""
+    """Return a copy of a worker, with a note in the test's words."""
     for_trade, for_generalist = WORDINGS[test]
     orders = [f'"{order}"' for order in workers.TRADES.get(worker.name, ("", {}))[1]]
     wording = for_trade if orders else for_generalist
@@ -90,7 +90,7 @@ def pool_for(problem: evaluation.Problem, test: str, pool: list, fifth: workers.
         others = [worker for worker in pool if worker not in needed]
         pool = needed + rng.sample(others, 3 - len(needed))
     elif test == "seven workers":
-        pool = pool + rng.sample(pool[:-1], 2)  # The last one is the generalist.
+        pool = pool + rng.sample(pool[:-1], 2)  # not the last one, the generalist
     elif test == "fifth trade":
         pool = pool[:-1] + [fifth]
     elif test in WORDINGS:
@@ -105,7 +105,7 @@ def steps_of(rollout) -> list[tuple[str, str]]:
 
 
 def print_habits(rollouts: list):
-    """Print how often workflows ask the sorter and tell it to sort, and how they most often end."""
+    """Print how many workflows ask the sorter, how many tell it to sort, and common last steps."""
     plans = [steps_of(rollout) for rollout in rollouts]
     asked = sum(any(name == "sorter" for name, _ in plan) for plan in plans)
     told = sum(("sorter", SORT) in plan for plan in plans)

@@ -4,9 +4,9 @@
     python tests/bench.py sampler --model=7b --rows=64,128,256 --prompt=900 --new=128     on a GPU
     python tests/bench.py update --beside=naive,../before     compared with another checkout
 
-A key is a parameter of the benchmark's function below. Each benchmark prints its numbers, then the
-same numbers as one line of JSON. Alternatives that are compared take turns in one run, because the
-speed of a machine changes over time.
+A key is a parameter of the benchmark's function below. Each result is printed in columns, then as
+one line of JSON. Alternatives that are compared take turns in one run, because the speed of a
+machine changes over time.
 """
 
 import dataclasses
@@ -61,8 +61,8 @@ def timed(job) -> float:
 def computing(job) -> float:
     """Return the seconds of computation that job() takes.
 
-    On a CPU, this is the CPU time of the process divided by its number of threads, so that the time
-    that other programs take does not count.
+    On a GPU, this is the elapsed time. On a CPU, it is the CPU time of this process divided by the
+    number of torch's threads, so that the time that other programs take does not count.
     """
     if DEVICE.type == "cuda":
         return timed(job)
@@ -72,7 +72,7 @@ def computing(job) -> float:
 
 
 def report(result: dict):
-    """Print the numbers, with four significant digits, in columns and then as JSON."""
+    """Print a result in columns and then as JSON, with floats of four significant digits."""
     for key, value in result.items():
         if isinstance(value, float):
             result[key] = float(f"{value:.4g}")
@@ -93,7 +93,7 @@ def random_model(shape: str, dtype: str) -> Qwen:
 
 
 def transformers_model(model: Qwen):
-    """Return transformers' implementation of the model, which shares the model's weights."""
+    """Return the same model as transformers implements it, with the same weight tensors."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     rope = {"rope_type": "default", "rope_theta": model.config.rope_theta}
@@ -125,7 +125,7 @@ def checkout(folder: str) -> dict:
 
 
 def model_of_checkout(folder: str, model: Qwen):
-    """Return another checkout's implementation of the model, which shares the model's weights."""
+    """Return the same model as another checkout implements it, with the same weight tensors."""
     module = checkout(folder)["model"]
     known = {f.name for f in dataclasses.fields(module.Config) if f.init}
     shape = dataclasses.asdict(model.config)
@@ -165,12 +165,13 @@ def sampler(
 ):
     """Measure the tokens per second of `generate`; the better of two turns counts.
 
-    For each number in `rows`, that many rollouts are sampled in all, an equal share of them for
-    each of `questions` prompts. A prompt has `prompt` random ids, and a rollout has `new` tokens.
-    On a GPU, our model's matrices are joined, as in the sampler of a training run.
+    For each number in `rows`, that many rollouts are sampled, an equal share for each of
+    `questions` prompts. A prompt has `prompt` random ids, and a rollout has `new` tokens. On a GPU,
+    `Qwen.join` speeds up our model, as in a training run.
 
-    `beside` lists the alternatives: "transformers", its generate; "unshared", our generate with a
-    separate prompt for every rollout; and folders of other checkouts of this repository.
+    `beside` lists the alternatives to time, too: "transformers", for the generate of transformers;
+    "unshared", for our generate with a separate prompt for every rollout; and folders of other
+    checkouts of this repository.
 
     The roofline is the speed of a decode step that reads the weights and the cached keys and values
     once, at the rate at which this machine copies memory.
@@ -276,17 +277,18 @@ def update(
     """Measure a forward and backward pass of packed_logprobs over `groups` groups of n rollouts.
 
     `length` is the number of tokens in a rollout, or a range such as 40-80 from which each
-    rollout's number is drawn. A micro-batch has at most `budget` tokens, and contains a prompt only
-    once for all its rollouts. With --kl=1, the KL to a reference is computed, too. With
-    --recompute=1, the backward pass computes every layer a second time.
+    rollout's number is drawn. A micro-batch has at most `budget` tokens, unless a prompt and a
+    single rollout have more, and the rollouts of a prompt share one copy of the prompt. With
+    --kl=1, the KL to a second model is computed, too. With --recompute=1, the backward pass
+    computes every layer a second time.
 
-    `beside` lists the alternatives: "naive", our code with a separate prompt for every rollout;
-    "transformers", which computes a padded batch of rollouts, each with its prompt; and folders of
-    other checkouts of this repository.
+    `beside` lists the alternatives to time, too: "naive", for our code with a separate prompt for
+    every rollout; "transformers", for its model on a padded batch of rollouts, each with a separate
+    prompt; and folders of other checkouts of this repository.
 
     Utilisation is our floating-point operations per second divided by those of a large matrix
-    product. A prompt's operations count once. Those of the reference and of recomputation do not
-    count.
+    product. A prompt's operations count once per group. Those of the reference model and of
+    recomputation do not count.
     """
     import grpo
 
@@ -310,7 +312,7 @@ def update(
 
         return step
 
-    # name -> (function that makes a step, number of rollouts that share a prompt)
+    # name -> (function that computes a micro-batch, rollouts that share one copy of their prompt)
     longest = max(map(max, lengths))
     together = min(n, max(1, (budget - prompt) // longest))
     ours = packed(grpo, qwen, reference)
@@ -374,7 +376,7 @@ def transformers_update(theirs, batch):
     """
     rows = [torch.tensor(prompt + completion) for prompt, [completion] in batch]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(DEVICE)  # padded on the right
-    first = len(batch[0][0])  # the position of a completion's first token
+    first = len(batch[0][0])  # position of each completion's first token (prompts are equally long)
     logits = theirs(ids, logits_to_keep=ids.shape[1] - first + 1).logits[:, :-1].float()
     logprobs = logits.log_softmax(-1).gather(-1, ids[:, first:, None])[..., 0]
     is_token = torch.arange(logprobs.shape[1]) < torch.tensor([[len(c)] for _, [c] in batch])
@@ -383,9 +385,10 @@ def transformers_update(theirs, batch):
 
 
 def update_flops(qwen: Qwen, prompt: int, n: int, length: float) -> float:
-    """Return the FLOPs of a forward and backward pass over a prompt and its n rollouts.
+    """Estimate the FLOPs of a forward and backward pass over a prompt and its n rollouts.
 
-    The prompt is computed once. `length` is the mean number of tokens in a rollout.
+    The prompt is computed once. `length` is the mean number of tokens in a rollout. The estimate
+    includes logits at all the prompt's tokens, although packed_logprobs computes only the last.
     """
     config = qwen.config
     matrices = qwen.lm_head.weight.numel()
@@ -401,7 +404,7 @@ def update_flops(qwen: Qwen, prompt: int, n: int, length: float) -> float:
 
 
 class Patient(BaseHTTPRequestHandler):
-    """A worker that answers after its server's `latency`, in seconds."""
+    """An HTTP handler for a worker that answers every request after server.latency seconds."""
 
     protocol_version = "HTTP/1.1"
     # With Nagle's algorithm, the body waits 40 ms for the client's ACK of the head.
@@ -426,7 +429,7 @@ class Patient(BaseHTTPRequestHandler):
 
 
 def workflows(count=512, steps=3, latency=1.0):
-    """Measure how long `count` simultaneous workflows take, and compare with the shortest possible.
+    """Measure how long `count` simultaneous workflows take, and compare that with a lower bound.
 
     Each workflow is a chain of `steps` calls, and a call takes `latency` seconds.
     """
@@ -472,7 +475,10 @@ def resident_megabytes(pid: int) -> float:
 
 
 def ask_server(port: int, count: int, at_once: int) -> list[str]:
-    """Send `count` questions, each over a new connection, and return a text for each failure."""
+    """Send `count` questions over separate connections; return a text for each failure.
+
+    At most `at_once` requests run at the same time.
+    """
     questions = [f"What is {2 + i % 38} * {2 + i // 38 % 38}?" for i in range(count)]
 
     def ask(question):
@@ -494,11 +500,11 @@ def ask_server(port: int, count: int, at_once: int) -> list[str]:
 
 
 def server(clients=600, requests=5000):
-    """Measure the seconds that `workflow.py serve` takes for `clients` requests, and its memory.
+    """Measure how long `workflow.py serve` takes for `clients` requests, and the server's memory.
 
-    The requests are sent all at once and 16 at a time, twice each; the better time counts. Then
-    `requests` more requests are sent, 256 at a time. The server's memory, measured after each fifth
-    of them, should stop growing.
+    The requests are sent 16 at a time and all at once, twice each; the better time counts. Then
+    `requests` more requests are sent, 256 at a time. The server's memory, measured before them and
+    after each fifth of them, should stop growing.
     """
     process = subprocess.Popen(
         [sys.executable, os.path.join(ROOT, "workflow.py"), "serve", "--port=0"],
@@ -508,7 +514,7 @@ def server(clients=600, requests=5000):
     )
     try:
         port = int(re.search(r":(\d+)/", process.stdout.readline())[1])
-        failures = ask_server(port, 32, 16)  # the first requests create pools and caches
+        failures = ask_server(port, 32, 16)  # not timed, as they create threads and caches
         seconds = dict.fromkeys((16, clients), math.inf)
         for at_once in (16, clients) * 2:
             started = time.perf_counter()
@@ -538,7 +544,7 @@ def server(clients=600, requests=5000):
 
 
 def sandbox(tests=60):
-    """Measure the CPU time of a small test in the sandbox, and compare with starting Python."""
+    """Measure the CPU time of a small test in the sandbox; compare it with a bare Python start."""
     from eval import passes_livecodebench
 
     def cpu(job) -> float:

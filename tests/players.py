@@ -8,7 +8,7 @@ from workflow import Service, conductor_server
 
 
 class Player:
-    """A worker that computes its answer from its messages, and records every call."""
+    """A worker that replies with answer(messages), and records every call."""
 
     note = ""
     budget = None

@@ -1,7 +1,8 @@
-"""On a GPU: logits compared with double precision, the sampler with full forward passes, kernels
-with the plain functions that define them, packed rows with a CPU's; and short runs of train.py.
+"""Tests that need a GPU.
 
-The tests go from parts to whole runs, so the first one that fails probably explains later failures.
+Logits are compared with double precision, the sampler with full forward passes, kernels with plain
+functions that compute the same, and packed rows with packed rows on a CPU. Short runs of train.py
+come last. So the first test that fails probably explains later failures.
 """
 
 import copy
@@ -37,7 +38,7 @@ def wide():
 
 @pytest.mark.parametrize("rows", [1, 8, 300])
 def test_logits_are_fp32(rows, wide):
-    """Logits are 100 times closer to double precision than logits that are rounded to bf16."""
+    """The largest error is less than 1 % of the largest error of exact logits rounded to bf16."""
     hidden = torch.randn(rows, 3584, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     logits = wide.logits(hidden)
     with torch.no_grad():
@@ -62,7 +63,7 @@ def test_attention_runs_in_flash(length):
 def test_the_sampler_is_the_policy_of_a_full_forward(wide):
     """The sampler's log-probabilities differ little from those of full forward passes.
 
-    The sampler computes in bf16 with CUDA graphs, and compacts its rows several times.
+    The sampler computes in bf16 with CUDA graphs, and calls `compact` twice.
     """
     prompts = [torch.randint(150_000, (length,)).tolist() for length in (1051, 300)]
     out = generate(wide, prompts, 16, 300, eos_id=list(range(400)), n_ids=151_000)
@@ -85,7 +86,7 @@ def test_the_sampler_is_the_policy_of_a_full_forward(wide):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [32, 64, 80, 128])
 def test_the_kernels_of_a_step_attend_as_the_plain_function_does(channels, dtype):
-    """Rows share prompts of different lengths; NaN fills the cache after each row's own tokens."""
+    """Prompts differ in length. NaN fills the places after a cell's own tokens in the cache."""
     for Q, R, H, Hkv, own in ((4, 64, 28, 4, 130), (1, 1, 8, 8, 1), (2, 5, 6, 1, 63)):
         lengths = torch.tensor([211 - 70 * i for i in range(Q)], device="cuda").clamp(min=1)
         q = torch.randn(Q * R, H, 1, channels, device="cuda").to(dtype)
@@ -105,13 +106,13 @@ def test_the_kernels_of_a_step_attend_as_the_plain_function_does(channels, dtype
 
 
 def test_a_packed_row_attends_in_one_kernel_as_it_does_in_turn():
-    """varlen_attn and the plain form have the same values and gradients, up to bf16's rounding."""
+    """varlen_attn and attend_in_turn have the same values and gradients, up to bf16's rounding."""
     prompts = [[1] * 300, [2] * 5]
     groups = [(prompt, [[3] * n for n in (1, 64, 200, 77)]) for prompt in prompts]
     *_, attend = grpo.pack(groups, torch.device("cuda"))
     T = sum(len(prompt) + 342 for prompt in prompts)
     results = []
-    for dtype in (torch.bfloat16, torch.float32):  # varlen_attn, the plain form
+    for dtype in (torch.bfloat16, torch.float32):  # with varlen_attn, with attend_in_turn
         torch.manual_seed(0)
         qkv = [torch.randn(1, h, T, 64, device="cuda").bfloat16() for h in (6, 2, 2)]
         qkv = [x.to(dtype).requires_grad_() for x in qkv]
@@ -125,7 +126,7 @@ def test_a_packed_row_attends_in_one_kernel_as_it_does_in_turn():
 def test_a_joined_and_compiled_model_is_the_model(wide, monkeypatch):
     """With 7B's widths in bf16, log-probabilities differ by less than 0.02 on average."""
     ids = torch.randint(150_000, (2, 200), device="cuda")
-    with torch.inference_mode():  # where everything is compiled
+    with torch.inference_mode():  # all functions marked @fused are compiled
         compiled = wide(ids).log_softmax(-1)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with torch.no_grad():

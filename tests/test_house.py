@@ -1,7 +1,7 @@
 """Tests of the house rules that a program can check.
 
-These rules concern the layout, the linter, the order of imports, the allowed packages, unsafe
-constructs, and the names that other code relies on."""
+These rules concern layout, lint, the order of imports, the allowed packages, unsafe constructs, and
+the names that other code relies on."""
 
 import ast
 import dataclasses
@@ -16,7 +16,7 @@ import sys
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Each file may import only the files before it in this list.
+# The main files. Among them, each may import only those before it in this list.
 ORDER = ["model", "sample", "workers", "workflow", "grpo", "eval", "train"]
 PACKAGES = {
     "torch",
@@ -56,7 +56,7 @@ def test_the_linter_finds_nothing():
 
 @pytest.mark.parametrize("file", FILES)
 def test_comments_and_docstrings_fit_100_columns(file):
-    """ruff wraps only code. Lines of tables, which contain the sign ¦, may be longer."""
+    """ruff wraps code, but no comments or strings. Rows of tables, marked by ¦, may be longer."""
     lines = enumerate(read(file).split("\n"), 1)
     assert not [number for number, line in lines if len(line) > 100 and "¦" not in line]
 
@@ -83,7 +83,7 @@ def test_nothing_is_evaluated_unpickled_or_caught_blindly(name):
             assert node.type is not None, f"line {node.lineno}: a bare except"
 
 
-# The names that other code may rely on, each with the parameters that it must accept.
+# File -> the names that other code may rely on, each with parameters that it must accept.
 NAMES = {
     "model": [
         "Config.from_pretrained(path)",
@@ -144,7 +144,7 @@ def test_the_names_that_other_code_relies_on(call):
         found = getattr(found, name)
     wanted = [name for name in parameters.split(", ") if name]
     has = [*inspect.signature(found).parameters] if wanted else []
-    # A function with **settings passes them on to one that has these parameters.
+    # sample.generate passes **settings on to generate_each, which has the remaining parameters.
     assert set(wanted) <= set(has) or "settings" in has
 
 

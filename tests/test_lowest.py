@@ -1,6 +1,7 @@
-"""Tests of the lowest versions that requirements.txt allows, with the torch that is installed.
+"""Test the lowest version of each package that requirements.txt allows, except torch.
 
-The seven main files can be imported, and a local worker answers.
+With these versions and the torch that is installed, the seven main files must be importable, and a
+local worker must answer.
 """
 
 import os

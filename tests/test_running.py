@@ -1,7 +1,8 @@
-"""Running code: honest programs, compared with what they print outside a sandbox; hostile ones.
+"""Tests of running code: finding a response's program, the sandbox, and judging an output.
 
-Outputs are judged as the official graders of LiveCodeBench and BigCodeBench judge them. A hostile
-program is compared with what it attacks: a file, a process, a server, a key, an expected output.
+Outputs must be judged as the official graders of LiveCodeBench and BigCodeBench judge them. Honest
+programs must pass. Hostile programs must fail to reach what they attack: a file, a process, a
+server, a key, or an expected output.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from eval import (
 
 
 def refused():
-    """Return why no sandbox can be started here, or None if one can."""
+    """Return why programs cannot run on this machine, or None if they can."""
     try:
         check_sandbox()
     except OSError as e:
@@ -40,13 +41,13 @@ sandboxed = pytest.mark.skipif(refused() is not None, reason=str(refused()))
 
 
 def output(program, test="", seconds=60.0, **more):
-    """Return the text that a program prints, or None if the program fails."""
+    """Return what a program prints when its input is `test`, or None if the program fails."""
     (out,) = run_code(program, None, [test], seconds, **more)
     return None if out is None else out.decode()
 
 
 def passes(code, *tests, fn_name=None):
-    """Return whether code passes tests, each [input, output], as LiveCodeBench judges them."""
+    """Return whether code passes all tests, each [input, output], by LiveCodeBench's rules."""
     return passes_livecodebench(code, tests, fn_name, 60)
 
 
@@ -96,7 +97,7 @@ PRINTED = [
     (b"1 2\n3\n", "1 2\n3", True),
     (b"  1 2  \n3", "1 2\n3\n\n", True),
     (b"1\n\n2", "1\n2", False),  # an empty line in the middle counts
-    (b"a  b", "a b", False),  # in text, every space counts
+    (b"a  b", "a b", False),  # between words, every space counts
     (b"1.0  2.50", "1 2.5", True),
     (b"50000000000000001", "50000000000000000", False),  # as floats they would be equal
     (b"yes 1.0", "yes 1", False),  # a line with a word is compared as text
@@ -113,7 +114,7 @@ RETURNED = [
     (b'"0.5"', "0.5", False),
     (b"not JSON", "1", False),
     (b"[" * 100_000, '"' + "x" * 20_000 + '"', False),
-    (b"1" * 5000, "1" * 5000, True),  # Python itself reads no int of more than 4,300 digits
+    (b"1" * 5000, "1" * 5000, True),  # longer than the 4,300 digits that int() accepts
     (b"[" + b"1" * 5000 + b"]", "[" + "1" * 4999 + "2]", False),
     (b'{"a": 1, "b": [2]}', '{"b": [2], "a": 1.0}', True),
 ]
@@ -197,7 +198,7 @@ def test_failing_programs(program):
         "if __name__ == '__main__':\n    raise SystemExit(1)",
         "import numpy as np\ndef add(a, b):\n    return [np.int64(x + b) for x in a]",
         "seen = []\ndef add(a, b):\n    seen.append(1)\n    assert len(seen) == 1\n"
-        "    return [x + b for x in a]",  # each test starts afresh
+        "    return [x + b for x in a]",  # each test runs in a new process
         "class Solution:\n    pass\ndef add(a, b):\n    return [x + b for x in a]",
     ],
 )
@@ -209,7 +210,7 @@ def test_functions(code):
 @pytest.mark.parametrize(
     "value, expected, same",
     [
-        ("(1, 2)", "[1, 2]", True),  # the returned tuple counts as a list, one inside it does not
+        ("(1, 2)", "[1, 2]", True),  # a tuple counts as a list, but only if it is the value itself
         ("[(1, 2)]", "[[1, 2]]", False),
         ("{1: 2}", '{"1": 2}', False),
         ("defaultdict(int, a=1)", '{"a": 1}', True),
@@ -220,19 +221,19 @@ def test_functions(code):
     ],
 )
 def test_values_as_in_the_official_grader(value, expected, same):
-    """A value equals the expected JSON, as in lcb_runner/evaluation/testing_util.py."""
+    """Values are compared with the expected JSON as in lcb_runner/evaluation/testing_util.py."""
     assert passes(f"def f(n):\n    return {value}", ["0", expected], fn_name="f") == same
 
 
 @sandboxed
 def test_what_stands_before_a_program_is_no_solution():
-    assert not passes("x = 1", ["1\n2", "1"], fn_name="gcd")  # math.gcd stands before it
+    assert not passes("x = 1", ["1\n2", "1"], fn_name="gcd")  # the prelude imports math.gcd
     assert passes("def gcd(*numbers):\n    return len(numbers)", ["1\n2", "2"], fn_name="gcd")
 
 
 @sandboxed
 def test_many_at_once():
-    """Run more programs than there are cores; each has a /tmp of its own."""
+    """Run eight programs, up to four at a time; each sees only its own file in /tmp."""
     program = (
         "import os\nopen(input(), 'w').close()\nprint([n for n in os.listdir() if n.isdigit()])"
     )
@@ -242,7 +243,7 @@ def test_many_at_once():
 
 
 # --------------------------------------------------------------------------------------------------
-# Why a program is wrong
+# What `failure` says about a wrong program
 
 
 def livecodebench(code, *tests):
@@ -323,7 +324,7 @@ def test_bigcodebench(code, told):
 
 
 # --------------------------------------------------------------------------------------------------
-# What a program does not get
+# Hostile programs
 
 
 @pytest.fixture
@@ -338,8 +339,8 @@ def secret(tmp_path):
     return file
 
 
-# Attacks on a file at `path` that every user may change, on its `folder`, on a process `pid`, and
-# on a `server`.
+# Attacks on the file at `path` and on its `folder`, which every user may change; on the process
+# `pid`; on a `server`; and on the system's files and user ids.
 ATTEMPTS = [
     "open(path).read()",
     "open(path, 'w').write('x')",
@@ -395,7 +396,7 @@ def test_no_key(monkeypatch):
 
 
 def running(word):
-    """Return whether the command line of a running process contains the word."""
+    """Return whether any running process has the word in its command line."""
     for line in glob.glob("/proc/[0-9]*/cmdline"):
         with contextlib.suppress(OSError), open(line) as f:
             if word in f.read():
@@ -406,7 +407,7 @@ def running(word):
 @sandboxed
 @pytest.mark.parametrize("end", ["print('left')", "time.sleep(600)"])
 def test_what_a_program_starts_ends_with_it(end):
-    word = f"600.{secrets.randbelow(10**12):012}"  # seconds
+    word = f"600.{secrets.randbelow(10**12):012}"  # seconds; unique, so that `running` finds it
     program = (
         f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
         f"        os.execl('/bin/sleep', 'sleep', '{word}')\n    os._exit(0)\n{end}"
@@ -414,11 +415,11 @@ def test_what_a_program_starts_ends_with_it(end):
     run_code(program, None, [""], 2)
     deadline = time.monotonic() + 60
     while running(word) and time.monotonic() < deadline:
-        time.sleep(0.01)  # the kernel is still ending them
+        time.sleep(0.01)  # the kernel may still be ending the killed processes
     assert not running(word)
 
 
-# Programs that take ever more of a resource, until they are refused.
+# Resource -> a program that takes more and more of the resource, and should be stopped by a limit.
 LIMITED = {
     "processes": "for _ in range(1000):\n    if os.fork() == 0:\n"
     "        os.execl('/bin/sleep', 'x', '60')",
@@ -485,7 +486,8 @@ def test_forged_success(program):
 def test_the_expected_output_is_not_there():
     """A program that has the first half of the expected output does not find the second half.
 
-    The program searches all Python objects and all file descriptors of its process.
+    The program searches its file descriptors, and the dicts, lists and tuples that the garbage
+    collector tracks.
     """
     word = secrets.token_hex(16)
     program = """
@@ -504,7 +506,7 @@ print(re.findall(half + "[0-9a-f]{16}", text), half in text)
 
 
 # --------------------------------------------------------------------------------------------------
-# Another sandbox, and none
+# bwrap without permission, and no sandbox at all
 
 
 def test_a_bwrap_that_may_not_is_refused_in_its_words(tmp_path, monkeypatch):
@@ -518,7 +520,7 @@ def test_a_bwrap_that_may_not_is_refused_in_its_words(tmp_path, monkeypatch):
         OSError, match="bwrap: No permissions(?s:.*)apparmor_restrict_unprivileged_userns=0"
     ):
         check_sandbox()
-    with pytest.raises(OSError, match="No permissions"):  # the answer is not called wrong
+    with pytest.raises(OSError, match="No permissions"):  # not False: the program was not judged
         passes_livecodebench("print(1)", [["", "1"]])
 
 

@@ -1,6 +1,7 @@
-"""The laptop world: its workers' answers to instructions, compared with answers worked out by hand.
+"""Tests of the laptop world (its workers' replies and its questions), and of assets/unseen.py.
 
-The shares of vague instructions that work are compared with the world's constants.
+Replies are compared with replies worked out by hand. How often a worker acts on a vague
+instruction, or on one of a different trade, is compared with the world's constants.
 """
 
 import importlib
@@ -34,7 +35,7 @@ OWN = {trade: [*works] for trade, (_, works) in TRADES.items()}
 def chat(question, subtask, *turns):
     """Return the messages that workflow.py sends for a subtask.
 
-    turns: (subtask, response) of the earlier steps that the worker sees.
+    turns: (subtask, response) of each earlier step that the worker sees.
     """
     said = []
     for past, response in turns:
@@ -82,17 +83,17 @@ GREETING = [{"role": "user", "content": "Hello."}, {"role": "assistant", "conten
         # The question is the last turn that begins with QUESTION.
         ("calculator", EARLIER + chat("What is 6 * 7?", "Calculate it."), "42"),
         ("calculator", EARLIER + chat("Tell me 6 * 7.", "Calculate it.", ("Do.", "3 + 4")), "7"),
-        # Without a workflow, a worker answers the last turn of the user.
+        # If no turn begins with QUESTION, the question is the user's last turn.
         ("calculator", GREETING + [{"role": "user", "content": "What is 9 - 3?"}], "6"),
     ],
 )
 def test_what_specialists_say(name, messages, reply):
-    """Equal chats get equal replies, on which the repeatability of runs depends."""
+    """Each chat is sent twice: runs are repeatable only if equal chats get equal replies."""
     assert specialist(name, messages) == specialist(name, messages) == reply
 
 
 def share_that_works(trade, subtask):
-    """Return the share of 600 questions on which a worker works when given this subtask."""
+    """Return the share of 600 questions on which a trade's worker acts when given this subtask."""
     questions = {
         "calculator": "Find {} + 2.",
         "translator": "Find {} + dos.",
@@ -160,7 +161,7 @@ def test_questions_are_split_by_their_expressions():
     assert ("foreign", "Find dos * tres.", "6") in train + test
 
 
-# ---- assets/unseen.py: pools that a Conductor never trained with ---------------------------------
+# ---- assets/unseen.py ----------------------------------------------------------------------------
 
 UNSEEN = os.path.join(evaluation.ASSETS, "unseen.py")
 
@@ -189,7 +190,7 @@ def test_an_unseen_pool_has_what_its_question_needs(unseen):
             assert {*unseen.KINDS[problem.kind][0]} <= {*names}
             again = unseen.pool_for(problem, test, pool, fifth)
             assert names == [worker.name for worker in again]
-    assert notes == [worker.note for worker in pool]  # rewording changed copies
+    assert notes == [worker.note for worker in pool]  # the pool's own workers are not reworded
 
 
 def test_unseen_pools_are_measured_one_by_one(unseen, monkeypatch, capsys):

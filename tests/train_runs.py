@@ -32,7 +32,7 @@ def run_command(*flags, ranks=1):
 
 
 # Importing torch takes longer than most runs in these tests. So a fork server imports train.py
-# once, and each run is forked from that process.
+# once, and the processes of all runs are forked from the server.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train"])
 
@@ -48,10 +48,13 @@ class Launched(NamedTuple):
 
 
 def launch(*flags, ranks=1, folders=None):
-    """Start train.py and return the run. Several ranks get the environment that torchrun gives.
+    """Start train.py and return the run.
+
+    If there are several ranks, each gets the environment variables that torchrun would set for
+    torch.distributed.
 
     Args:
-        folders: The current folder of each rank; default: the repository's root.
+        folders: The working directory of each rank; default: the repository's root.
     """
     # The fork server keeps the environment in which it starts, and its forks inherit it.
     with mock.patch.dict(os.environ, ENV | {"PYTHONPATH": ROOT}):
@@ -88,7 +91,10 @@ def run_rank(flags, env, said, folder):
 
 
 def end_of(run):
-    """Wait for all ranks of a run to end, and return its (status, stdout, stderr)."""
+    """Wait for a run to end; return (the highest exit status of its ranks, stdout, stderr).
+
+    A rank that has not ended after 400 s is killed.
+    """
     for rank in run.ranks:
         rank.join(timeout=400)
     kill(run)
@@ -125,7 +131,7 @@ def kill_when(condition, run):
 
 
 def interrupt(run):
-    """Send Ctrl-C's signal to all ranks, assert the exit status, and return the run's stderr."""
+    """Send Ctrl-C's signal to all ranks, assert exit status 130, and return the run's stderr."""
     for rank in run.ranks:
         os.kill(rank.pid, signal.SIGINT)
     status, _, err = end_of(run)
@@ -180,7 +186,7 @@ def trained():
 
 
 class Workers:
-    """Five workers with prices, on a local server. They answer "A" or "B", by the request's hash.
+    """Five workers with prices, on a local server. A hash of the request picks the answer, A or B.
 
     `calls` counts the calls that are not refused. Calls wait until the event `open` is set. After
     `n_before_expiry` calls, all further calls are refused as if the API key had expired. The test
@@ -248,7 +254,10 @@ class Workers:
                 file.write(json.dumps(row) + "\n")
 
     def flags(self, *more):
-        """Return flags for a short run that has these workers and starts from `trained`'s model."""
+        """Return flags for a short run with these workers that starts from the model of `trained`.
+
+        more: Further flags.
+        """
         return (
             "--preset=laptop",
             f"--init_from={trained()[0]}/checkpoint",
