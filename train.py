@@ -375,22 +375,22 @@ def train(settings: Settings):
     for iteration in range(run.first_iteration, settings.iterations):
         started = time.perf_counter()
 
-        # 1. Roll out: the Conductor writes workflows, workers run them, graders judge the answers.
-        # If a killed run got through step 2 of this iteration, read the rollouts from disk instead.
+        # If a killed run got through step 2 of this iteration, read the rollouts from disk.
         groups = on_all_ranks(lambda: read_trace(run, settings, iteration))
         if groups is None:
+            # 1. Roll out: the Conductor writes workflows, workers run them, graders judge.
             groups, reason_to_stop = collect_rollouts(run, settings, iteration)
             torch.cuda.empty_cache()  # blocks cached by sampling have wrong sizes for learning
             if reason_to_stop:
                 save_and_leave(run, settings, iteration, reason_to_stop)
 
-        # 2. Reward each rollout (section 3.1), then compare the rollouts of each question (Eq. 2).
-        rollouts = list(itertools.chain(*groups))
-        rewards = on_rank0(lambda: [reward(rollout, settings) for rollout in rollouts])
-        for rollout, value in zip(rollouts, rewards):
-            rollout.reward = value
-        assign_advantages(groups, settings)
-        on_rank0(lambda: write_trace(settings, iteration, groups))
+            # 2. Reward each rollout (section 3.1), and compare those of each question (Eq. 2).
+            rollouts = list(itertools.chain(*groups))
+            rewards = on_rank0(lambda: [reward(rollout, settings) for rollout in rollouts])
+            for rollout, value in zip(rollouts, rewards):
+                rollout.reward = value
+            assign_advantages(groups, settings)
+            on_rank0(lambda: write_trace(settings, iteration, groups))
         track_wrong_shares(run, groups)
         rolled_out = time.perf_counter()
 

@@ -169,8 +169,11 @@ def test_two_ranks_roll_out_and_learn_what_one_does(tmp_path):
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew_with_what_it_rolled_out(tmp_path):
+    """The rewards, which are random here, are read from the trace, too."""
     workers = Workers(tmp_path)
-    flags = workers.flags("--iterations=1", f"--out={tmp_path}/out")
+    reward = tmp_path / "mine.py"
+    reward.write_text("import random\ndef luck(rollout):\n    return random.random()\n")
+    flags = workers.flags("--iterations=1", f"--out={tmp_path}/out", f"--reward={reward}:luck")
     kill_when(lambda: os.path.exists(f"{tmp_path}/out/traces/00000.jsonl"), launch(*flags))
     asked, written = workers.calls, traces(f"{tmp_path}/out", 0)
     train(*flags, "--resume", "--n_test=0")
