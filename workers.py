@@ -434,7 +434,9 @@ def broken(error: Exception) -> Failure:
     is_wrapper = isinstance(error, requests.RequestException) and error.args
     cause = getattr(error.args[0], "reason", error) if is_wrapper else error
     is_lost = isinstance(error, (requests.ConnectionError, exceptions.HTTPError, ConnectionError))
-    is_unknown_host = isinstance(cause, exceptions.NameResolutionError)
+    is_unresolved = isinstance(cause, exceptions.NameResolutionError)
+    # A name server that is only unavailable for a moment may know the host later.
+    is_unknown_host = is_unresolved and cause.__cause__.errno != socket.EAI_AGAIN
     is_unsent = isinstance(cause, (exceptions.NewConnectionError, exceptions.ConnectTimeoutError))
     return Failure(
         f"{type(cause).__name__}: {cause}",

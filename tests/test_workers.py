@@ -680,8 +680,23 @@ def test_who_cannot_be_reached():
         url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
     with pytest.raises(WorkerError, match="gone: .*refused.*attempt 6,"):
         Worker("openai", url, "m", name="gone", timeout=QUICK).chat(CHAT)
-    with pytest.raises(WorkerError, match="resolve.*attempt 1,"):
-        Worker("openai", "http://nobody.invalid/v1", "m").chat(CHAT)
+
+
+@pytest.mark.parametrize(
+    "errno, attempts",
+    [(socket.EAI_NONAME, 1), (socket.EAI_AGAIN, 6)],
+    ids=["no such host", "no name server"],
+)
+def test_a_name_server_that_is_down_for_a_moment_is_asked_again(errno, attempts, monkeypatch):
+    def resolve(*_, **__):
+        raise socket.gaierror(errno, "no address")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    budget = Budget(1.0)
+    fields = {"price": [0, 10], "params": {"max_tokens": 1000}, "budget": budget}
+    with pytest.raises(WorkerError, match=f"resolve.*attempt {attempts},"):
+        Worker("openai", "http://nobody.invalid/v1", "m", timeout=QUICK, **fields).chat(CHAT)
+    assert budget.left == 1.0
 
 
 def test_no_key_is_in_any_error_or_file(tmp_path):
