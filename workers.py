@@ -668,7 +668,7 @@ FIELDS = {
     ),
     "model": ('".+"', "its name at the provider"),
     "name": ('".+"', "a text"),
-    "note": (r'"(?!.*\\n).+"', "a text of one line"),
+    "note": (r'"([^"\\]|\\[^nr])+"', "a text of one line"),
     "api_key_env": ('"[A-Z][A-Z0-9_]*"', "the name of a variable, in capitals, not the key"),
     "params": (
         r'\{(?!.*"(n|stream)":).*\}',

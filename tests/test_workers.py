@@ -940,6 +940,7 @@ RIGHT = {"protocol": "openai", "base_url": "http://h/v1", "model": "m"}
         ({"note": "one\ntwo"}, "note"),
         ({"protocol": "smtp"}, "protocol"),
         ({"protocol": []}, "protocol"),
+        ({"note": "one\\\ntwo"}, "note"),
         ({"api_key_env": KEY}, "api_key_env"),
         ({"api_key_env": "ABSENT"}, r"\$ABSENT"),
         ({"api_key_env": "BLANK"}, r"\$BLANK is not set"),
@@ -1003,6 +1004,10 @@ def test_a_header_may_hold_quotes(tmp_path):
 
 def test_a_pools_file_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "pool.json").write_text(json.dumps([RIGHT]), encoding="utf-8-sig")
+def test_a_note_may_hold_quotes_and_backslashes():
+    assert not check_pool([{**RIGHT, "note": r'It knows "\nabla" and C:\new \\'}])
+
+
     assert [one.name for one in load_pool(str(tmp_path / "pool.json"))] == ["m"]
 
 
