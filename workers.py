@@ -833,7 +833,8 @@ def ping_workers(pool: list[Worker]) -> list[Reply | WorkerError]:
         except WorkerError as e:
             return e
         if not reply.text.strip():
-            return WorkerError(f"{worker.name}: an empty answer to a hello")
+            sentence = f"an empty answer to a hello, which ended by {reply.finish!r}"
+            return WorkerError(f"{worker.name}: {sentence}")
         return reply
 
     with ThreadPool(len(pool)) as threads:
@@ -882,8 +883,8 @@ class Replay:
     def key(self, worker: Worker, messages: list[dict], params: dict, call_id: str) -> str:
         """Return a hash of the call's id and of everything that its reply depends on.
 
-        For a Python function, this includes the content of its file; for the laptop world, the
-        content of workers.py.
+        For a Python function, this includes the content of its file, but not of the modules that
+        the file imports; for the laptop world, the content of workers.py.
         """
         is_shared = self.share and call_id.startswith(self.share)
         call = [
@@ -938,7 +939,10 @@ class Budget:
             if dollars > self.left:
                 self.refused = True
                 left = max(self.left, 0.0)
-                raise WorkerError(f"the budget of ${self.dollars:g} is spent, but for ${left:.4f}")
+                raise WorkerError(
+                    f"the budget of ${self.dollars:g} is spent, but for ${left:.4f}; "
+                    f"this call reserves ${dollars:.4f}"
+                )
             self.left -= dollars
             self.running += 1
 
@@ -1007,7 +1011,7 @@ def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, pu
     """
     cost = probable_cost(pool, calls)
     if cost != 0.0:
-        estimate = "nobody knows how much" if cost is None else f"probably ${cost:,.2f}"
+        estimate = "nobody knows how much" if cost is None else f"probably ${max(cost, 0.01):,.2f}"
         sentence = f"{purpose} costs money, {estimate} for {calls:,} calls"
         if not budget:
             raise ValueError(f"{sentence}: say --budget=DOLLARS")

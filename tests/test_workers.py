@@ -917,6 +917,8 @@ def test_the_most_that_a_call_can_cost_is_reserved():
         worker(server, price=[0, 10], params=params, budget=budget).chat(CHAT)
         with pytest.raises(WorkerError, match="budget"):
             worker(server, budget=budget).chat(CHAT)  # Its price is unknown.
+        with pytest.raises(WorkerError, match=r"but for \$0.0100; this call reserves \$0.0200"):
+            worker(server, price=[0, 10], params=params, budget=Budget(0.01)).chat(CHAT)
     assert seen == [pytest.approx(1 - 0.02)] and budget.left == pytest.approx(1 - 20e-6)
 
 
@@ -938,9 +940,9 @@ RIGHT = {"protocol": "openai", "base_url": "http://h/v1", "model": "m"}
         ({"note": 7}, "note"),
         ({"note": ""}, "note"),
         ({"note": "one\ntwo"}, "note"),
+        ({"note": "one\\\ntwo"}, "note"),
         ({"protocol": "smtp"}, "protocol"),
         ({"protocol": []}, "protocol"),
-        ({"note": "one\\\ntwo"}, "note"),
         ({"api_key_env": KEY}, "api_key_env"),
         ({"api_key_env": "ABSENT"}, r"\$ABSENT"),
         ({"api_key_env": "BLANK"}, r"\$BLANK is not set"),
@@ -1002,12 +1004,12 @@ def test_a_header_may_hold_quotes(tmp_path):
     assert f"x-portkey-config: {headers['x-portkey-config']}\r\n" in head
 
 
-def test_a_pools_file_may_begin_with_a_byte_order_mark(tmp_path):
-    (tmp_path / "pool.json").write_text(json.dumps([RIGHT]), encoding="utf-8-sig")
 def test_a_note_may_hold_quotes_and_backslashes():
     assert not check_pool([{**RIGHT, "note": r'It knows "\nabla" and C:\new \\'}])
 
 
+def test_a_pools_file_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "pool.json").write_text(json.dumps([RIGHT]), encoding="utf-8-sig")
     assert [one.name for one in load_pool(str(tmp_path / "pool.json"))] == ["m"]
 
 
@@ -1088,6 +1090,11 @@ def test_what_costs_money_needs_a_budget(change, costs, dollars):
     expected = pytest.raises(ValueError, match="training costs money.* 10 calls.*--budget")
     with expected if costs else contextlib.nullcontext():
         workers.demand_budget(pool, 0.0, 10, "training")
+
+
+def test_an_estimate_is_at_least_a_cent(capsys):
+    workers.demand_budget([{**RIGHT, "price": [0.1, 0.1]}], 1.0, 3, "training")
+    assert capsys.readouterr().out == "training costs money, probably $0.01 for 3 calls\n"
 
 
 THIS_MACHINE = """127.0.0.1 127.1 127.0.0.1:80 localhost LOCALHOST:1 localhost. localhost.:80
@@ -1225,7 +1232,7 @@ def test_the_command_asks_each_worker_for_a_word(tmp_path):
     with (
         OddServer(http(answer(talk))) as good,
         OddServer(refused(401)) as bad,
-        OddServer(http(answer(""))) as mute,
+        OddServer(http(answer("", "length"))) as mute,
     ):
         rows = [{**RIGHT, "base_url": one.url, "model": one.url[-8:]} for one in (good, bad, mute)]
         rows[0]["name"] = "x" * 30
@@ -1237,7 +1244,7 @@ def test_the_command_asks_each_worker_for_a_word(tmp_path):
     assert re.match(rf"{'x' * 30} \d+\.\d\d s, ", up)
     assert "12 tokens, unknown cost: No expression [2J found. No" in up and "\x1b" not in up
     assert up.endswith(" …") and len(up) < 120
-    assert "HTTP 401" in down and "empty" in silent
+    assert "HTTP 401" in down and "an empty answer to a hello, which ended by 'length'" in silent
     assert all_three.returncode == 1 and fine.returncode == 0
     first, second = fine.stdout.splitlines()
     assert first.startswith(good.url[-8:]) and second.strip() == "It is good at sums."
