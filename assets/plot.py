@@ -37,7 +37,7 @@ INKS = [
     "#3a8fb0",
     "#c2528b",
     "#7a5c48",
-]  # the colours of workers, of runs and, the first one, of Conductors
+]  # the colours of workers and of runs; among evaluated systems, Conductors have the first one
 DARK, GREY = "#222222", "#808080"
 RIGHT, WRONG = "#1f7a4d", "#b3261e"  # these colours are not in INKS, so no worker has them
 STYLE = {
@@ -259,7 +259,7 @@ def compare_runs(words: list[str]) -> str:
 
 
 def print_ends(words: list[str]):
-    """Print a line of final results for each finished run. Then summarize several accuracies."""
+    """Print each finished run's results; for several, also the mean and deviation of accuracy."""
     accuracies = []
     for name, run in map(named, words):
         if not os.path.exists(f"{run}/test.json"):
@@ -297,9 +297,8 @@ def draw_subtasks(run: str) -> str:
     """Draw, for each worker, the share of its steps that have one of its usual subtasks.
 
     A subtask is usual for a worker if at least a tenth of the worker's steps in the last iteration
-    have it.
-    Workers with less than a hundredth of all steps in the last iteration are left out. Return the
-    name of the picture's file."""
+    have it. Workers with less than a hundredth of all steps in the last iteration are left out.
+    Return the name of the picture's file."""
     files = trace_files(run)
     iterations = [int(os.path.basename(file).removesuffix(".jsonl")) + 1 for file in files]
     told = [subtasks_by_worker(file) for file in files]
@@ -494,7 +493,7 @@ def draw_evaluations(words: list[str]) -> str:
             values = [row[key] for row in rows.values()]
             if None not in values and any(values):
                 cost = key
-        title = named(benchmark)[0]  # of a user's file, only the last part
+        title = named(benchmark)[0]  # for a user's file, its name without the folder
         axes = figure.add_subplot(height, columns, number, title=title, xlabel=f"{cost} a question")
         ends = []
         for name, row in rows.items():

@@ -66,7 +66,7 @@ def learn_router(setup: Setup):
     pools = [setup.pool] * len(setup.lessons)
     answered = ask_each(setup.lessons, pools, LESSON, range(len(setup.pool)))
     right = np.array([[rollout.right for rollout in group] for group in answered], np.float32)
-    right = torch.from_numpy(right).nan_to_num(0.5)  # (P, W); a lost call counts as half right
+    right = torch.from_numpy(right).nan_to_num(0.5)  # (P lessons, W workers); 0.5: lost
     x = trigrams([problem.question for problem in setup.lessons])  # (P, 4096)
     # Solve the ridge regression in its dual form, with a (P, P) matrix instead of (4096, 4096).
     weights = x.T @ torch.linalg.solve(x @ x.T + torch.eye(len(x)), right)  # (4096, W)
@@ -88,7 +88,7 @@ AGENTS = 5  # the maximum number of agents in a shape of collaboration (see `sha
 
 
 def shapes() -> list[list[tuple[str, list[int]]]]:
-    """Return the shapes: one agent alone; a chain, reflection and debate of each larger size.
+    """Return the shapes: one agent alone; chains, reflections and debates of 2 to AGENTS agents.
 
     A shape lists its agents in order. Each agent is a pair: its subtask, and the numbers of the
     earlier agents whose responses it sees.
@@ -122,10 +122,10 @@ def build(choices: list[int]) -> Workflow:
 def learn_masrouter(setup: Setup):
     """Train a small MasRouter (arXiv 2502.11133) on the lessons, and return it as a system.
 
-    A linear policy on the question's trigrams chooses a shape and each agent's worker. During
-    training, by policy gradient, it samples its choices; later, it takes the likeliest. The
-    original encodes the question with a language model, gives the agents roles, makes each choice
-    depend on the earlier choices, and penalizes tokens instead of calls.
+    A linear policy on the question's trigrams chooses a shape and each agent's worker. The policy
+    is trained by policy gradient on sampled choices. Afterwards, the likeliest choices are taken.
+    The original encodes the question with a language model, gives the agents roles, makes each
+    choice depend on the earlier choices, and penalizes tokens instead of calls.
     """
     rng = random.Random(setup.settings.seed)
     torch.manual_seed(setup.settings.seed)

@@ -90,7 +90,7 @@ def pool_for(problem: evaluation.Problem, test: str, pool: list, fifth: workers.
         others = [worker for worker in pool if worker not in needed]
         pool = needed + rng.sample(others, 3 - len(needed))
     elif test == "seven workers":
-        pool = pool + rng.sample(pool[:-1], 2)  # not the last one, the generalist
+        pool = pool + rng.sample(pool[:-1], 2)  # pool[-1] is the generalist
     elif test == "fifth trade":
         pool = pool[:-1] + [fifth]
     elif test in WORDINGS:

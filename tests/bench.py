@@ -514,7 +514,7 @@ def server(clients=600, requests=5000):
     )
     try:
         port = int(re.search(r":(\d+)/", process.stdout.readline())[1])
-        failures = ask_server(port, 32, 16)  # not timed, as they create threads and caches
+        failures = ask_server(port, 32, 16)  # untimed: the first requests create threads and caches
         seconds = dict.fromkeys((16, clients), math.inf)
         for at_once in (16, clients) * 2:
             started = time.perf_counter()
@@ -544,7 +544,7 @@ def server(clients=600, requests=5000):
 
 
 def sandbox(tests=60):
-    """Measure the CPU time of a small test in the sandbox; compare it with a bare Python start."""
+    """Compare the CPU time of a small test in the sandbox with that of starting Python."""
     from eval import passes_livecodebench
 
     def cpu(job) -> float:

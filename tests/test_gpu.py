@@ -124,7 +124,7 @@ def test_a_packed_row_attends_in_one_kernel_as_it_does_in_turn():
 
 
 def test_a_joined_and_compiled_model_is_the_model(wide, monkeypatch):
-    """With 7B's widths in bf16, log-probabilities differ by less than 0.02 on average."""
+    """With 7B's widths in bf16, the mean difference of a log-probability is less than 0.02."""
     ids = torch.randint(150_000, (2, 200), device="cuda")
     with torch.inference_mode():  # all functions marked @fused are compiled
         compiled = wide(ids).log_softmax(-1)
@@ -171,7 +171,8 @@ def train(out, *flags) -> list[dict]:
 def test_seven_billions_widths_are_trained_saved_and_resumed(tmp_path):
     """Train for two iterations with FSDP in bf16, then resume with --offload for two more.
 
-    Random weights write no workflow, so all rewards are equal and only the KL has a gradient.
+    A model with random weights writes no valid workflow. So all rewards are equal, and only the KL
+    has a gradient.
     """
     torch.manual_seed(0)
     model = Qwen(Config(vocab_size=32_000, num_hidden_layers=2)).bfloat16()

@@ -56,7 +56,7 @@ def test_the_linter_finds_nothing():
 
 @pytest.mark.parametrize("file", FILES)
 def test_comments_and_docstrings_fit_100_columns(file):
-    """ruff wraps code, but no comments or strings. Rows of tables, marked by ¦, may be longer."""
+    """ruff wraps no comments or strings. Rows of tables, which are marked by ¦, may be longer."""
     lines = enumerate(read(file).split("\n"), 1)
     assert not [number for number, line in lines if len(line) > 100 and "¦" not in line]
 

@@ -80,7 +80,7 @@ GREETING = [{"role": "user", "content": "Hello."}, {"role": "assistant", "conten
         ("junior librarian", chat("Find element number 6.", "Look it up."), "carbon"),
         ("tired translator", chat("Give me element number 8 shouted.", "Translate it."), LOST),
         ("generalist", [{"role": "user", "content": "What is 6 * 7?"}], "I think it is 20."),
-        # The question is the last turn that begins with QUESTION.
+        # The question is the user's last turn that begins with QUESTION.
         ("calculator", EARLIER + chat("What is 6 * 7?", "Calculate it."), "42"),
         ("calculator", EARLIER + chat("Tell me 6 * 7.", "Calculate it.", ("Do.", "3 + 4")), "7"),
         # If no turn begins with QUESTION, the question is the user's last turn.
