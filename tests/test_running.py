@@ -493,7 +493,7 @@ def test_the_expected_output_is_not_there():
     program = """
 import gc, os, re
 half = input()
-found = [repr(o) for o in gc.get_objects() if type(o) in (str, dict, list, tuple)]
+found = [repr(o) for o in gc.get_objects() if type(o) in (dict, list, tuple)]
 for fd in range(64):
     try:
         found.append(os.pread(fd, 1 << 20, 0).decode(errors="replace"))
@@ -502,7 +502,7 @@ for fd in range(64):
 text = "\\n".join(found)
 print(re.findall(half + "[0-9a-f]{16}", text), half in text)
 """
-    assert passes(program, [word[:16], "[] True"]) and not passes(program, [word[:16], word])
+    assert "got '[] True\\n'" in livecodebench(program, [word[:16], word])
 
 
 # --------------------------------------------------------------------------------------------------
