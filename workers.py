@@ -1699,6 +1699,8 @@ def main():
     parser.add_argument("--port", default=8765, type=int, help=port_help)
     settings = parser.parse_args()
     if settings.command == "serve":
+        if settings.pool != "local":
+            parser.error("serve serves the laptop world's workers only; leave out --pool")
         return serve_specialists(settings.port)
 
     pool = load_pool(settings.pool)

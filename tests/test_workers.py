@@ -1271,6 +1271,7 @@ def test_the_commands_help_and_its_errors():
         (["--prot=1"], "--port"),
         (["sevre"], "serve"),
         (["--port=x"], "--port"),
+        (["serve", "--pool=today"], "leave out --pool"),
         (["--pool=nowhere"], "there are local, "),
     ):
         failed = run_command(*words)
