@@ -142,9 +142,10 @@ class Worker:
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
         """Send a chat to the worker and return its reply.
 
-        If the provider is busy (status 429, 503 or 529), `chat` tries again, but starts no attempt
-        later than 3 * `timeout` seconds after the first. Any other 5xx, a 408, a 409 or a lost
-        connection is a hard failure. The sixth hard failure ends the call.
+        If the provider is busy (status 429, 498, 503 or 529, or 402 with a Retry-After), `chat`
+        tries again, but starts no attempt later than 3 * `timeout` seconds after the first. Any
+        other 5xx, a 408, a 409 or a lost connection is a hard failure. The sixth hard failure ends
+        the call.
 
         Args:
             messages: [{"role": role, "content": text}, ...]. A role is "system", "user" or
@@ -405,7 +406,10 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
     status = response.status
     if status in SUCCESS:
         status = code if code in range(400, 600) else 500
-    busy = status in (429, 503, 529)
+    retry_after = response.headers.get("Retry-After", "")
+    # Groq's flex tier sends 498. OpenRouter sends 402 with a Retry-After if the running calls may
+    # together cost more than the account holds.
+    busy = status in (429, 498, 503, 529) or status == 402 and retry_after != ""
     is_broken = status in (408, 409) or status >= 500
     exhausted = re.search(EXHAUSTED, text)
     final = response.headers.get("x-should-retry") == "false"
@@ -413,7 +417,6 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
     wait = None
     if (busy or is_broken) and not exhausted and not final:
         wait = 0.0
-        retry_after = response.headers.get("Retry-After", "")
         with contextlib.suppress(ValueError):  # Ignore a text that is neither seconds nor a date.
             if re.fullmatch(r"\d+(\.\d+)?", retry_after):
                 wait = float(retry_after)

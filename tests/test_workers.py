@@ -568,7 +568,11 @@ def refused(status, message="no", code=None, **headers):
     "play, asked, says",
     [  # what the server does, how many requests it gets if two attempts are allowed, the error
         # Temporary errors are tried again.
-        *((refused(status), 2, f"HTTP {status}.*no") for status in (408, 409, 429, 500, 503, 529)),
+        *(
+            (refused(status), 2, f"HTTP {status}.*no")
+            for status in (408, 409, 429, 498, 500, 503, 529)
+        ),
+        (refused(402, "in-flight budget exhausted", Retry_After="0"), 2, "HTTP 402.*in-flight"),
         (http(b"<h1>Bad gateway</h1>", 502), 2, "HTTP 502.*Bad gateway"),
         (http({"error": {"message": "upstream died", "code": 502}}), 2, "HTTP 502.*upstream died"),
         (http({"error": "model is loading"}), 2, "HTTP 500.*model is loading"),
@@ -620,7 +624,7 @@ def test_what_ends_a_call(play, asked, says):
 
 
 @pytest.mark.parametrize(
-    "status, asked", [(429, 8), (503, 8), (529, 8), (408, 6), (409, 6), (500, 6)]
+    "status, asked", [(429, 8), (498, 8), (503, 8), (529, 8), (408, 6), (409, 6), (500, 6)]
 )
 def test_a_busy_provider_is_asked_until_it_answers_and_a_broken_one_six_times(status, asked):
     gives_up = pytest.raises(WorkerError, match="attempt 6,")
@@ -886,6 +890,7 @@ def test_a_budget_that_a_function_has_overspent_has_nothing_left(tmp_path):
     [  # what is left of $1; a call costs $0.00002, and at most $0.01
         ([refused(400)], 1),
         ([refused(429), http(GOOD)], 1 - 20e-6),
+        ([refused(402, Retry_After="0"), http(GOOD)], 1 - 20e-6),
         ([refused(503), http(GOOD)], 1 - 20e-6),
         ([refused(500), refused(400)], 0.99),
         ([http(b"{")], 0.99),
