@@ -668,8 +668,12 @@ def call_worker(rollout: Rollout, i: int) -> Reply:
     chat.append({"role": "user", "content": TASK + steps[i].subtask})
     chat[0]["content"] = f"{QUESTION}{rollout.question}\n\n{chat[0]['content']}"
 
-    worker = rollout.pool[steps[i].worker]
-    return worker.chat([*rollout.context, *chat], call_id=call_id(rollout, i))
+    # Replace a turn without text, such as an empty reply. Some providers refuse a chat that has one.
+    turns = [
+        turn if turn["content"].strip() else turn | {"content": "(empty)"}
+        for turn in [*rollout.context, *chat]
+    ]
+    return rollout.pool[steps[i].worker].chat(turns, call_id=call_id(rollout, i))
 
 
 def call_id(rollout: Rollout, step: int | str) -> str:
