@@ -227,7 +227,7 @@ LISTS = [
     ),
     ListFormat(
         name="subtasks",
-        spellings="sub-?tasks?",
+        spellings=r"sub(?:\\?_|[ -])?tasks?",
         part="a subtask: what you tell that model, in plain words: to solve the question from "
         "scratch, to improve or check\n  an earlier response, to plan, to recall facts, or "
         "whatever else helps a later model",
@@ -468,9 +468,9 @@ def conductor_chat(rollout: Rollout, prompting: Prompting, with_names: bool = Fa
 NAME = (
     "(?<![A-Za-z0-9_])(?:"
     + "|".join(f"(?P<{form.name}>{form.spellings})" for form in LISTS)
-    + r""")[\s*`"']{0,20}
+    + r""")[\s*`"'\]]{0,20}
     (?::\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==)|\([^()\n]{0,80}\))?
-    [\s*`]{0,9}[:=][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
+    [\s*`]{0,9}[:=：][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
 )
 # Matches "Question:" or "Example question 2:" at the start of a line, perhaps in bold.
 HEADING = r"""(?P<heading>^[\s>#*]{0,8}(?P<example>example\ )?
@@ -481,9 +481,9 @@ MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE
 # name means that the string was never closed.
 TOKEN = re.compile(
     rf"""(?P<atom>[][()]|[0-9.,]+)|\s+|\#[^\n]*|(?P<nothing>(?:none|null)\b)
-    |(?P<raw>r?)(?P<quote>\"\"\"|'''|["'])
-     (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{NAME}))*)
-     (?P<end>(?P=quote))?
+    |(?P<raw>r?)(?P<quote>\"\"\"|'''|["']|(?P<curly>“))
+     (?P<body>(?:[^"'”\\\n]+|(?!(?(curly)”|(?P=quote)))["'”]|\\.|\n(?![ *`"'-]{{0,8}}{NAME}))*)
+     (?P<end>(?(curly)”|(?P=quote)))?
     |(?P<other>\w+|.)""",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )

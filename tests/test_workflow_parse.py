@@ -39,6 +39,13 @@ ACCEPTED = {
     "plural and capitals": PLAIN.replace("model_id", "Model_IDs").replace(
         "access_list", "ACCESS_LISTS"
     ),
+    "another spelling": PLAIN.replace("subtasks", "sub_tasks"),
+    "two words": PLAIN.replace("subtasks", "Sub tasks"),
+    "assigned to a dict": PLAIN.replace("model_id", "w['model_id']")
+    .replace("subtasks", "w['subtasks']")
+    .replace("access_list", 'w["access_list"]'),
+    "typographic quotes": PLAIN.replace('"Solve it."', "“Solve it.”").replace('"all"', "“all”"),
+    "a wide colon": PLAIN.replace(" =", "："),
     "bare all": PLAIN.replace('["all"]', '"all"'),
     "indices": PLAIN.replace('["all"]', "[0]"),
     "typographic spaces": PLAIN.replace(", ", ",\u202f").replace(" = ", "\u00a0=\u3000"),
@@ -276,9 +283,17 @@ def test_strings_say_what_their_writer_meant(written, said):
     assert parse(text, 1).steps[0].subtask == said
 
 
+def test_typographic_quotes_are_only_paired_with_each_other():
+    text = lists("[0, 0]", "['“Yes” or “no', “Don't say \"x\", say \\frac12.”]", "[[], []]")
+    said = [step.subtask for step in parse(text, 1).steps]
+    assert said == ["“Yes” or “no", 'Don\'t say "x", say \\frac12.']
+    with pytest.raises(WorkflowError, match="a string is not closed"):
+        parse(lists(subtasks='[“a", "b"]'), 4)
+
+
 def test_as_lists_is_read_back_whatever_the_subtask():
     rng = random.Random(0)
-    characters = "ab \"'\\#[]{}=,:\n\t$é😀"
+    characters = "ab \"'“”\\#[]{}=,:：\n\t$é😀"
     for _ in range(300):
         subtask = "".join(rng.choices(characters, k=rng.randint(0, 30)))
         steps = [Step(2, subtask, []), Step(0, "Go on.", [0]), Step(1, subtask, [1])]
@@ -316,6 +331,8 @@ def test_any_text_is_parsed_or_refused():
         "}",
         "é",
         "ſubtasks = [",
+        "“",
+        "”",
     ]
     for _ in range(3000):
         text = "".join(rng.choices(pieces, k=rng.randint(0, 40)))
@@ -332,6 +349,7 @@ HOSTILE = [
     'model_id = ["\\',
     "access_list = [[[",
     "subtasks = ['a\n",
+    "subtasks = [“a\n",
     "model_id (",
     "model_id: a[",
     "**model_id**:" + " " * 19,
