@@ -108,6 +108,7 @@ from workflow import (
     conductor_chat,
     model_writer,
     read_examples,
+    read_prompting,
     read_rollouts,
     roll_out,
     rollout_to_json,
@@ -736,8 +737,9 @@ def learn(run: Run, groups: Groups, settings: Settings, iteration: int) -> list[
         run.skipped = run.skipped + 1 if report["skipped"] else 0
         if run.skipped == 3:
             leave(
-                "three gradients in a row were not finite: go on from the last checkpoint with a "
-                "smaller --lr"
+                "three gradients in a row were not finite: start another run, with its own --out and "
+                f"a smaller --lr; --init_from={settings.out}/checkpoint begins with what this one "
+                "had learned at its last checkpoint"
             )
     return reports
 
@@ -928,15 +930,11 @@ def set_up(settings: Settings) -> Run:
 
     # Load problems, workers and model.
     torch.manual_seed(settings.seed)
-    problems, test = load_problems(settings)
+    problems, test = on_all_ranks(lambda: load_problems(settings))
     pool = on_all_ranks(lambda: open_pool(settings))
-    prompting = Prompting(
-        settings.prompt_style,
-        settings.max_steps,
-        settings.max_new_tokens,
-        settings.notes,
-        examples=read_examples(settings.examples) if settings.examples else [],
-    )
+    prompting = on_all_ranks(lambda: choose_prompting(settings))
+    if checkpoint:
+        on_all_ranks(lambda: check_unchanged(checkpoint, prompting, pool))
     model, tokenizer = load_start(start, problems, pool, prompting, settings)
     run = Run(
         pool=pool,
@@ -1066,7 +1064,7 @@ def load_reference(run: Run, settings: Settings, is_new: bool) -> Qwen:
     """
     folder = Path(settings.out, "reference")
     earlier = Path(settings.init_from).parent / "reference"
-    if settings.init_from and earlier.exists():
+    if settings.init_from and (earlier / "conductor.json").exists():
         folder = earlier
     elif is_new:
         save_for_use(run, settings, folder)
@@ -1088,12 +1086,36 @@ def load_problems(settings: Settings) -> tuple[list, list]:
     return train, evaluation.load(settings.data, "test", settings.n_test)
 
 
+def choose_prompting(settings: Settings) -> Prompting:
+    return Prompting(
+        settings.prompt_style,
+        settings.max_steps,
+        settings.max_new_tokens,
+        settings.notes,
+        examples=read_examples(settings.examples) if settings.examples else [],
+    )
+
+
+def check_unchanged(checkpoint: Path, prompting: Prompting, pool: list):
+    """Raise ValueError if workers or examples, which come from files, differ from a checkpoint's.
+
+    Workers may get another URL, key or price, but not another name or place in the pool.
+    """
+    saved, _, names = read_prompting(str(checkpoint))
+    if saved != prompting or names != [worker.name for worker in pool]:
+        raise ValueError(
+            f"--resume goes on with the workers {', '.join(names)}, in this order, and with the "
+            f"--examples in {checkpoint}/conductor.json: restore them, or choose another --out"
+        )
+
+
 def check_longest_prompt(run: Run):
     """End the program if the model's context is too short for the longest question.
 
     The context must hold the question's whole prompt and max_new_tokens more.
     """
-    longest = max((problem.question for problem in run.problems + run.test), key=len)
+    questions = [problem.question for problem in run.problems + run.test]
+    longest = max(questions, key=lambda question: len(run.tokenizer.encode(question)))
     chat = conductor_chat(Rollout(longest, run.pool), run.prompting)
     n_read = len(run.tokenizer.chat(chat))
     n_written = run.prompting.max_new_tokens
@@ -1212,7 +1234,7 @@ MINIMUM = {
     "seed": 0,
 }
 # The largest values that numeric flags accept. For flags that are not listed, there is no maximum.
-MAXIMUM = {"ask_solved_probability": 1, "beta2": 0.9999}
+MAXIMUM = {"ask_solved_probability": 1, "beta2": 0.9999, "max_steps": 100}
 
 
 def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict], str]:
@@ -1257,7 +1279,11 @@ def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict]
 
     # The user's own examples and reward.
     if settings.examples:
-        attempt("--examples", read_examples, settings.examples)
+        examples = attempt("--examples", read_examples, settings.examples)
+        if examples is not None and all(
+            len(example["steps"]) > settings.max_steps for example in examples
+        ):
+            missing.append(f"--examples: none has at most --max_steps={settings.max_steps} steps")
     if settings.reward:
         attempt("--reward", load_function, settings.reward)
 
@@ -1788,16 +1814,24 @@ def open_folder(settings: Settings, first_iteration: int):
     checkpoints, in case the run was killed before it did so.
     """
     os.makedirs(f"{settings.out}/traces", exist_ok=True)
+    if settings.wandb:
+        start_wandb(settings)
     write_json(f"{settings.out}/settings.json", asdict(settings))
     file = Path(settings.out, "metrics.jsonl")
     lines = read_metrics(file) if file.exists() else []
     replace_file(file, [line for line in lines if json.loads(line)["iteration"] < first_iteration])
     if first_iteration:
         tidy(Path(settings.out))
-    if settings.wandb:
+
+
+def start_wandb(settings: Settings):
+    """Start a run on Weights & Biases. Raises ValueError if that fails, as without an API key."""
+    try:
         import wandb
 
         wandb.init(project="conductor", config=asdict(settings), dir=settings.out)
+    except Exception as e:
+        raise ValueError(f"--wandb: {reason(e)}") from None
 
 
 def read_metrics(file: Path) -> list[str]:
@@ -1870,7 +1904,7 @@ def read_trace(run: Run, settings: Settings, iteration: int) -> Groups | None:
     file = trace_file(settings, iteration)
     if not file.exists():
         return None
-    problems = {problem.id: problem for problem in run.problems}
+    problems = {(problem.id, problem.question): problem for problem in run.problems}
     groups = {}  # (a question's call_prefix, whether this is its second round) -> rollouts
 
     def labels(groups: Iterable[list[Rollout]]) -> list:
@@ -1878,10 +1912,10 @@ def read_trace(run: Run, settings: Settings, iteration: int) -> Groups | None:
 
     with remedy(file, "Delete it, and --resume rolls out again; replies are not paid for twice"):
         for r in read_rollouts(str(file)):
-            if r.problem_id not in problems:
-                raise ValueError(f"--data={settings.data} has no problem {r.problem_id}")
+            if (r.problem_id, r.question) not in problems:
+                raise ValueError(f"--data={settings.data} no longer has {r.problem_id}, as asked")
             r.pool = run.pool
-            r.problem = problems[r.problem_id]
+            r.problem = problems[r.problem_id, r.question]
             groups.setdefault((r.call_prefix, r.previous is not None), []).append(r)
         # Check that these are the rollouts that the iteration asks for, in the same order.
         first = [group for group in groups.values() if group[0].previous is None]
@@ -1893,6 +1927,7 @@ def read_trace(run: Run, settings: Settings, iteration: int) -> Groups | None:
     return list(groups.values())
 
 
+NUMBERED = "checkpoints/[0-9][0-9][0-9][0-9][0-9]"  # excludes, for example, 00040.backup
 RELEARN = "Delete this folder, and --resume learns its iterations again, from the rollouts on disk"
 
 
@@ -1904,7 +1939,7 @@ def newest_checkpoint(settings: Settings) -> Path | None:
     if not settings.resume:
         return None
     newest = None
-    for folder in sorted(Path(settings.out).glob("checkpoints/[0-9]*")):
+    for folder in sorted(Path(settings.out).glob(NUMBERED)):
         with remedy(folder, RELEARN):
             (folder / "model.safetensors").stat()
         if (folder / "state").exists():
@@ -2052,7 +2087,7 @@ def files_of(state: dict[str, torch.Tensor]) -> dict[str, int]:
 
 def tidy(out: Path):
     """Link `checkpoint` to the newest checkpoint, and delete state/ in all earlier ones."""
-    folders = sorted(out.glob("checkpoints/[0-9]*"))
+    folders = sorted(out.glob(NUMBERED))
     *earlier, newest = [folder for folder in folders if (folder / "state").exists()]
     link = out / "checkpoint.new"
     link.unlink(missing_ok=True)  # a run that was killed here may have left the link
@@ -2068,7 +2103,7 @@ def tidy(out: Path):
 def read_command(argv: list[str]) -> Settings:
     """Parse a command line into Settings.
 
-    Without --preset, the GPUs determine the preset, and a printed line says which one and why.
+    Without --preset, the GPUs determine the preset, and a new run prints which one and why.
     With --resume, flags that are not given keep the values that the run has in its settings.json.
     Without --device, the run uses GPUs if there is one for each process and the model is not tiny.
     """
@@ -2085,7 +2120,8 @@ def read_command(argv: list[str]) -> Settings:
     if not preset:
         has_use = has_gpus and given.device != "cpu"
         preset, why = default_preset(processes, gpu_bytes if has_use else [])
-        print0(f"--preset={preset}, free of charge in the laptop world: {why}")
+        if not given.resume:
+            print0(f"--preset={preset}, free of charge in the laptop world: {why}")
     if preset not in PRESETS or words:
         usage_error(
             f"expected --key=value, --preset one of {', '.join(PRESETS)}, not {words or preset}"

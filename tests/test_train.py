@@ -31,10 +31,13 @@ from train import (
     Settings,
     assign_advantages,
     bytes_for,
+    check_longest_prompt,
     files_of,
     find_reason_to_stop,
     first_rounds,
     needs_recompute,
+    open_folder,
+    preflight,
     random_lesson,
     read_command,
     reward,
@@ -530,6 +533,7 @@ def test_three_gradients_that_are_not_finite_end_the_run(tmp_path):
         )
     )
     assert status == 1 and "not finite" in err and "Traceback" not in err
+    assert "--out" in err and f"--init_from={tmp_path}/out/checkpoint" in err
     assert len(metrics(f"{tmp_path}/out")) < 9
 
 
@@ -589,6 +593,36 @@ def test_a_grader_that_fails_is_known_before_anything_is_paid(tmp_path):
         and "Traceback" not in err
     )
     assert workers.calls == 0
+
+
+def test_the_longest_question_is_the_one_with_the_most_tokens():
+    tokenizer = SimpleNamespace(encode=lambda text: text.encode(), chat=lambda chat: str(chat))
+    model = SimpleNamespace(config=Config(max_position_embeddings=300))
+    short, dense = Problem("1", "x" * 40, "", "same"), Problem("2", "é" * 30, "", "same")
+    run = SimpleNamespace(tokenizer=tokenizer, model=model, pool=POOL, prompting=SHORT)
+    run.problems, run.test = [short], [dense]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(SystemExit, match="cannot read .* tokens of its prompt.*: éé"):
+        check_longest_prompt(run)
+
+
+def test_wandb_that_fails_and_examples_that_are_too_long_are_named_at_once(tmp_path, monkeypatch):
+    def fail(**_):
+        raise RuntimeError("no API key")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail))
+    with pytest.raises(ValueError, match="--wandb: RuntimeError: no API key"):
+        open_folder(Settings(out=f"{tmp_path}/out", wandb=True), 0)
+    assert not os.path.exists(f"{tmp_path}/out/settings.json")  # The same command may try again.
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    file = tmp_path / "examples.json"
+    steps = [{"worker": 0, "subtask": "Do it.", "access": []}] * 2
+    for examples in ([], [{"question": "q", "plan": "p", "steps": steps}]):
+        file.write_text(json.dumps({"mine": examples}))
+        flags = dict(pool="", device="cpu", out=f"{tmp_path}/out", prompt_style="ood")
+        settings = Settings(**flags, examples=str(file), max_steps=1)
+        assert "--examples: none has at most --max_steps=1 steps" in preflight(settings, "")[2]
 
 
 def test_a_pool_that_costs_money_needs_a_budget(tmp_path):
@@ -739,6 +773,7 @@ def test_only_what_a_user_names_costs_money():
         ("--save_every=0", "--save_every=0: expected 1 or more"),
         ("--iterations=0", "--iterations=0: expected 1 or more"),
         ("--n_rollouts=1", "--n_rollouts=1: expected 2 or more"),
+        ("--max_steps=101", "--max_steps=101: expected 1 or more, at most 100"),
         ("--beta2=1", "--beta2=1.0: expected 0 or more, at most 0.9999"),
         ("--ablate=everything", "--ablate=everything: there are subtasks, access"),
         ("--recursion_rewards=x", "--recursion_rewards=x: there are apart, together, sum"),

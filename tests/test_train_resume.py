@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +39,7 @@ from train_runs import (
     trained,
     weights,
 )
-from workflow import Rollout
+from workflow import Rollout, read_prompting
 
 
 def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
@@ -219,6 +220,26 @@ def test_flags_that_change_the_experiment_are_refused_by_name(tmp_path, capsys):
     assert "cosine" in capsys.readouterr().out
 
 
+def test_a_resumed_run_needs_no_preset(tmp_path, capsys):
+    write_json(f"{tmp_path}/settings.json", vars(Settings(preset="own", pool="mine.json")))
+    settings = read_command([f"--out={tmp_path}", "--resume"])
+    assert (settings.preset, settings.pool) == ("own", "mine.json")
+    assert not capsys.readouterr().out  # It names no other preset.
+
+
+def test_workers_and_examples_that_changed_in_their_files_are_refused():
+    checkpoint = Path(trained()[0], "checkpoint")
+    prompting, _, names = read_prompting(str(checkpoint))
+    pool = [SimpleNamespace(name=name) for name in names]
+    module.check_unchanged(checkpoint, prompting, pool)
+    others = [pool[::-1], pool[1:], [*pool, SimpleNamespace(name="another")]]
+    for changed in others:
+        with pytest.raises(ValueError, match=f"{', '.join(names)}, in this order"):
+            module.check_unchanged(checkpoint, prompting, changed)
+    with pytest.raises(ValueError, match="--examples in .*/conductor.json"):
+        module.check_unchanged(checkpoint, replace(prompting, examples=[{}]), pool)
+
+
 def test_settings_of_the_third_edition_are_read(tmp_path):
     values = vars(Settings(preset="laptop", n_rollouts=4, ask_solved_probability=0.5))
     new = {*values} - {"n_questions", "n_rollouts", "n_test", "prompt_style"}
@@ -284,6 +305,8 @@ def lines_of(file):
         lambda lines: [
             line.replace('"problem_id": "laptop/', '"problem_id": "no/') for line in lines
         ],
+        # The data changed: this id now belongs to a different question.
+        lambda lines: [line.replace('"question": "', '"question": "Now ') for line in lines],
     ],
 )
 def test_a_damaged_trace_says_what_to_do(damage, tmp_path):
@@ -308,6 +331,10 @@ def copy_of_run(tmp_path):
 def test_an_incomplete_checkpoint_says_what_to_do(tmp_path):
     out, settings = copy_of_run(tmp_path)
     assert module.newest_checkpoint(settings).name == "00002"
+    shutil.copytree(f"{out}/checkpoints/00002", f"{out}/checkpoints/00002.backup")
+    module.tidy(Path(out))
+    assert module.newest_checkpoint(settings).name == "00002"
+    assert os.readlink(f"{out}/checkpoint") == "checkpoints/00002"
     os.makedirs(f"{out}/checkpoints/00003")
     with pytest.raises(ValueError, match="00003 is damaged.*Delete"):
         module.newest_checkpoint(settings)
@@ -458,3 +485,13 @@ def test_a_folder_that_is_not_shared_is_known_before_the_warm_start(tmp_path):
         folder.mkdir()
     status, said, err = end_of(launch("--preset=laptop", "--out=run", ranks=2, folders=folders))
     assert status == 1 and "is not the folder of rank 0" in err and "warm start" not in said
+
+
+def test_data_that_one_machine_lacks_are_named(tmp_path):
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "mine.jsonl").write_text('{"question": "q", "answer": "a", "grader": "exact"}\n')
+    flags = ("--preset=laptop", "--data=mine.jsonl", f"--out={tmp_path}/run")
+    status, _, err = end_of(launch(*flags, ranks=2, folders=folders))
+    assert status == 1 and "mine.jsonl" in err and "Traceback" not in err
