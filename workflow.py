@@ -1508,8 +1508,9 @@ class ConductorHandler(Handler):
         budget = self.server.service.pool[0].budget
         if budget:
             parts.append(f"${budget.left:.4f} left")
+        line = " ".join(printable(", ".join(parts)).split())  # an error may have several lines
         # Do not use `print`: it writes the newline separately, so two threads' lines could mix.
-        sys.stderr.write(printable(", ".join(parts)) + "\n")
+        sys.stderr.write(line + "\n")
 
 
 def event_of(rollout: Rollout, i: int, reply: Reply | None = None) -> dict:
@@ -1671,7 +1672,10 @@ def show_words(words: list[str], examples: bool) -> str:
         raise ValueError(f"show takes a FILE of traces and perhaps a line's number; {QUOTES}")
     if examples:
         rollouts = [rollout for file in words for rollout in read_rollouts(file)]
-        return json.dumps({"own": choose_examples(rollouts)}, indent=1, ensure_ascii=False)
+        own = choose_examples(rollouts)
+        if not own:
+            raise ValueError("no rollout in these files is right, so none can be an example")
+        return json.dumps({"own": own}, indent=1, ensure_ascii=False)
     return show(*words)
 
 

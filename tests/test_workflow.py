@@ -760,6 +760,13 @@ def test_show_writes_examples_of_several_files(tmp_path, trace, capsys):
     assert example["question"] == "q0"
 
 
+def test_show_says_that_no_rollout_can_be_an_example(tmp_path):
+    file = tmp_path / "0.jsonl"
+    file.write_text(json.dumps(rollout_to_json(Rollout("q", right=False))) + "\n")
+    with pytest.raises(ValueError, match="no rollout in these files is right"):
+        main(["show", "--examples", str(file)])
+
+
 def test_a_call_can_be_replaced():
     seen = []
 

@@ -199,6 +199,16 @@ def test_a_silent_stream_says_that_workers_are_busy():
     assert b"answer" in rest and b"[DONE]" in rest
 
 
+def test_an_error_of_several_lines_is_one_line_of_the_log(capfd):
+    def fail(messages):
+        raise WorkerError("HTTP 500:\n<html>\r\n\u2028conductor: answered, 1 steps")
+
+    with served([Player("a", fail)], chain(0)) as url:
+        post(url)
+    [line] = capfd.readouterr().err.splitlines()
+    assert "HTTP 500: <html> conductor: answered" in line
+
+
 def spent(messages):
     raise WorkerError("the budget of $1 is spent, but for $0.0001")
 
