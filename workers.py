@@ -370,9 +370,9 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
     cost = billed_cost(response, data)
     if cost is None and tokens and worker.price:
         # Some gateways do not count tokens, and report zero. The cost is then unknown, unless the
-        # price is zero.
+        # price is zero. It is also unknown if Anthropic bills web searches besides the tokens.
         is_counted = n_out or not answer or not any(worker.price)
-        if is_counted:
+        if is_counted and not find(data, "usage", "server_tool_use", "web_search_requests"):
             cost = (n_billed * worker.price[0] + n_out * worker.price[1]) / 1e6
     finish = "length" if finish in CUT_OFF else str(finish or "stop")
     return Reply(answer, n_in, n_out, cost, finish=finish)

@@ -409,6 +409,10 @@ def test_litellms_header_is_the_cost(header, usage, price, cost):
         ({**COUNTS, "cost": 0.25}, None, 0.25),
         ({**COUNTS, "cost": 0}, [1, 10], 30e-6),
         ({**COUNTS, "cost": 0.25, "is_byok": True}, [1, 10], 30e-6),
+        # Anthropic adds a fee for each search that the model makes, and does not say how much.
+        ({**COUNTS, "server_tool_use": {"web_search_requests": 2}}, [1, 10], None),
+        ({**COUNTS, "server_tool_use": {"web_search_requests": 0}}, [1, 10], 30e-6),
+        ({**COUNTS, "server_tool_use": None}, [1, 10], 30e-6),
         # Perplexity adds a fee for each search to the price of the tokens.
         ({**COUNTS, "cost": {"request_cost": 0.2, "total_cost": 0.25}}, [1, 10], 0.25),
         ({**COUNTS, "cost": {"total_cost": "0.25"}}, [1, 10], 30e-6),
