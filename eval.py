@@ -1157,7 +1157,10 @@ BOX = rf"(?s:\\[bf]?box(?:ed)?\s{{0,9}}(?:\{{({IN_BRACES})\}}|(\d)))"
 
 # BETWEEN matches what may separate two boxes of one answer. BOXES matches all boxes of an answer,
 # as in "\boxed{5} and $x_2 = \boxed{6}$", and the percent sign after the last box, if there is one.
-BETWEEN = r"(?:[\s$*,;]|\\[(),; ]|\b(?:and|or)\b|\\text\{ *(?:and|or) *\}|\b[A-Za-z](?:_\d)? *=)*"
+BETWEEN = (
+    r"(?:[\s$*,;]|\\q?quad|\\[(),; ]|\b(?:and|or)\b|\\text\{ *(?:and|or) *\}"
+    r"|\b[A-Za-z](?:_\d)? *=)*"
+)
 BOXES = re.compile(rf"{BOX}(?:{BETWEEN}{BOX})*(?:[ $]*\\?%)?")
 
 # Match text that changes the value of the box next to it, as in -\boxed{5} or \boxed{5}x. The
@@ -1199,7 +1202,10 @@ CLAIM = re.compile(
       | \bfinal[ ]answer\b[* ]*\n
       | ^\#\#\#\#\s
     )
-    (?:[\s:*$]|\\[\[(]|(?:likely|probably|therefore|thus|simply)\b)*"""
+    (?:
+        [\s:*$]|\\[\[(]
+      | (?:most|likely|probably|clearly|definitely|actually|indeed|simply|therefore|thus)\b
+    )*"""
 )
 
 # Matches the beginning of a list of all options. If such a list follows words that CLAIM matches,
@@ -1214,13 +1220,13 @@ DENIED = re.compile(
         \b(?:if|whether|unless|doubt|unlikely)\b [^.!?\n]*
       | (?:\b(?:not|never|wrong|false|incorrect)\b|n't\b)
         (?:(?!\b(?:so|thus|hence|therefore)\b)[^.!?\n])*
-    )$"""
+    )\Z"""
 )
 
 # REASON matches the beginning of a reason. END matches the end of a claim: the end of its sentence,
-# or the beginning of a reason.
+# the beginning of a reason, or ", not" before what it is not.
 REASON = re.compile(r"[,;.]?\s(?:because|since)\b|,\s(?:as|where|so)\b")
-END = re.compile(rf"(?<=[^.])\.[*$]*\s+(?=[A-Z])|{REASON.pattern}")
+END = re.compile(rf"(?<=[^.])\.[*$]*\s+(?=[A-Z])|,\snot\b|{REASON.pattern}")
 
 # Matches the start of a line that solves for an unknown: "x =", "- $x_1 =", "Case 1: x ="
 UNKNOWN = re.compile(r"(?:Case )?[\W\d]*([A-Za-z])(?:_\w+|_\{\w+\})? *= *")
@@ -1355,7 +1361,7 @@ BASES = dict(
 
 # Unicode characters and their replacements
 CHARACTERS = str.maketrans(
-    dict(zip("·⋅∗−–—÷µΩ’", "***---/μΩ'"))
+    dict(zip("·⋅∗−–—÷⁄∕µΩ’", "***---///μΩ'"))
     | {"½": r"\frac12", "⅓": r"\frac13", "⅔": r"\frac23", "¼": r"\frac14", "¾": r"\frac34"}
     | {"√": r"\sqrt ", "∛": r"\sqrt[3] ", "∅": "⦃⦄", "¢": " cents"}
 )
@@ -1369,21 +1375,22 @@ SIGNS |= dict(
     pair.split("=")
     for pair in (
         r"cdot=* div=/ infty=∞ infinity=∞ inf=∞ leqslant=≤ geqslant=≥ neq=≠ emptyset=⦃⦄ "
-        r"varnothing=⦃⦄ degree=° lvert=| rvert=| mid=| varphi=φ varepsilon=ε "
-        r"dfrac=\frac tfrac=\frac cfrac=\frac %=% $=＄ {=⦃ }=⦄ \=,"
+        r"varnothing=⦃⦄ lor=∨ lbrace=⦃ rbrace=⦄ degree=° lvert=| rvert=| mid=| varphi=φ "
+        r"varepsilon=ε dfrac=\frac tfrac=\frac cfrac=\frac nicefrac=\frac %=% $=＄ {=⦃ }=⦄ \=,"
     ).split()
 )
 SIGNS |= dict.fromkeys([*"!,;: ()[]", "quad", "displaystyle", "left", "right"], " ")
 
 # Matches a variable, with or without a subscript: x, AB, θ, x_1
-LETTER = r"(?:(?!NO)[A-Z]{1,2}|[a-zα-ωΔℓ])(?:_\w{1,3}|_\{\w{1,3}\})?(?!\w)"
+LETTER = r"Δ?(?:(?!NO)[A-Z]{1,2}|[a-zα-ωΔℓ])(?:_\w{1,3}|_\{\w{1,3}\})?(?!\w)"
 
 # Matches a left-hand side naming what was asked for, which an answer may leave out: x=, ∠ABC=,
-# f^{-1}(x)=, P(A|B)=, x∈, (x,y)=
+# f^{-1}(x)=, P(A|B)=, ΔH=, x∈, (x,y)=
 NAMED = re.compile(
-    rf"(?:m?[∠▵][A-Z]+|{LETTER}(?:\^\{{?-1\}}?|'+)?"
+    rf"(?:m?[∠▵][A-Z]+|{LETTER}(?:\^\{{?-1\}}?|'+|°)?"
     r"(?:\((?:[^()=A-Za-z]|[A-Za-z](?![A-Za-z]))*\))?)(?:=|∈(?=[(\[⦃]))"
-    r"|\((?:x,y|x,y,z|a,b|a,b,c|m,n|p,q|r,θ)\)=(?=\()"
+    r"|\((?:x,y|x,y,z|x_1,x_2|a,b|a,b,c|a,b,c,d|m,n|p,q|p,q,r|r,s|u,v|h,k|A,B|r,θ|r,θ,z|ρ,θ,φ)\)"
+    r"=(?=\()"
 )
 
 # Patterns and their replacements, in the order in which they are applied. The comment above a
@@ -1409,8 +1416,8 @@ RULES = [
     (r"\\\\\[\w+\]", r"\\\\"),
     (r"(?:\\\\\s*)?\\end\{(?:[pb]?matrix|array)\}", "⟧"),
     # Functions without a backslash: sqrt(2) -> \sqrt(2)
-    (r"(?<![\\A-Za-z])(sqrt|pi|inf(?:inity)?|(?:arc)?(?:sin|cos|tan)|csc|sec|cot|exp|ln|log)"
-     r"(?![A-Za-z])", r"\\\1"),
+    (r"(?<![\\A-Za-z])(sqrt|pi|inf(?:inity)?|(?:arc)?(?:sin|cos|tan)|csc|cot|exp|ln|log"
+     r"|sec(?=[ ^]*[\w(\\]))(?![A-Za-z])", r"\\\1"),
     # Inverse functions: \sin^{-1} x -> \arcsin x
     (r"\\(sin|cos|tan)\s*\^\s*(?:\{\s*-1\s*\}|-1)", r"\\arc\1"),
     # Degrees: 60^{\circ} -> 60°
@@ -1420,11 +1427,15 @@ RULES = [
     # Commands that stand for one character: \le -> ≤
     (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),
     # Text and fonts: \text{cm} -> cm
-    (rf"\\(?:(?:text|math)(?:rm|bf|it)?(?![A-Za-z])|mbox|boldsymbol)\s*\{{(?!\}})({IN_BRACES})\}}",
-     r"\1"),
+    (rf"\\(?:(?:text|math)(?:rm|bf|it|sf|tt|cal)?(?![A-Za-z])|mbox|boldsymbol|operatorname|vec|ce)"
+     rf"\s*\{{(?!\}})({IN_BRACES})\}}", r"\1"),
+    # Spaces: 5 \text{ cm} -> 5 cm
+    (r"\s+", " "),
     # Commas in thousands: -1,000 -> -1000 and 1{,}000 -> 1000, but (1,000) is a pair
     (r"(?<![\d.,(\[{⦃-])(?:- ?)?[1-9]\d{0,2}(?:(?:\{,\}|,)\d{3})+(?![\d)\]}⦄]|,\d)",
      lambda m: re.sub(r"[^\d-]", "", m[0])),
+    # Decimal commas in LaTeX: 3{,}14 -> 3.14
+    (r"(?<=\d)\{,\}(?=\d)(?!\d{3}(?!\d))", "."),
     # Spaces in thousands: 10 000 -> 10000
     (r"^-?[1-9]\d{0,2}(?: \d{3})+$", lambda m: m[0].replace(" ", "")),
     # Powers of ten: 3 x 10^8 and 3e8 -> 3*10^{8}
@@ -1432,7 +1443,7 @@ RULES = [
     # Words that multiply: 5 million -> 5*1000000
     (rf"(?<=\d) *({'|'.join(MULTIPLES)})\b", lambda m: f"*{MULTIPLES[m[1]]}"),
     # Dollars: \$5 -> 5 dollars
-    (r"(?:US ?)?＄ *([\d.*]*\d)", r"\1 dollars"),
+    (r"(?:(?:US ?)?＄|\bUSD) *([\d.*]*\d)", r"\1 dollars"),
     # Percent: 5 percent -> 5%
     (r" ?per ?cent\b", "%"),
     # Degrees: 5 degrees -> 5°
@@ -1449,7 +1460,7 @@ RULES = [
     # Articles: The cell -> cell, but the A of "A and B" is not an article
     (r"(?i)^ *(?:the|an?) (?!(?:and|or)\b)(?=\w\w)", ""),
     # Signs and words before a number: = 5 -> 5, about 5.3 -> 5.3
-    (r"^ *=|^ *(?:about|around|roughly|approx(?:imately|\.)?) (?=\d*\.\d)", ""),
+    (r"^ *=|^ *(?:~ ?|(?:about|around|roughly|approx(?:imately|\.)?) )(?=\d*\.\d)", ""),
     # Real numbers: \mathbb{R} -> (-∞,∞)
     (r"^ *(?:\w *∈ *)?(?:all real numbers|ℝ|\\(?:mathbb|Bbb) ?(?:R|\{R\})) *$", "(-∞,∞)"),
     # Unions: (1,2) U (3,4) -> (1,2)∪(3,4)
@@ -1478,7 +1489,6 @@ RULES = [
     # Negative exponents: 10^-3 -> 10^{-3}
     (r"\^(-\d+)", r"^{\1}"),
     # Spaces: removed, except between words, numbers and units, as in 5 cm and \frac{1}{2} cm
-    (r"\s+", " "),
     (r"(?<![A-Za-z0-9})π])\s|(?<=[})π])\s(?![A-Za-z])|\s(?![A-Za-z0-9])", ""),
     # Full stops: 5. -> 5
     (r"(?:(?<!\.)\.|[\\,;])$", ""),
@@ -1504,6 +1514,9 @@ RULES = [
     (r"\b(?!M[^aeiouy]|Mohm|Pmol)[A-Z](?=[a-z]{2})|\b(?:In|Of|On|To|No)\b", lambda m: m[0].lower()),
     # Molecules: CO_2 -> CO2
     (r"^(?:[A-Z][a-z]?(?:_\{?\d+\}? ?)?){2,}$", lambda m: re.sub("[_{} ]", "", m[0])),
+    # Sets: x∈⦃1,2⦄ -> x=1,2 and ⦃1⦄ -> 1
+    (r"∈⦃([^⦃⦄]+)⦄$", r"=\1"),
+    (r"^⦃([^⦃⦄]+)⦄$", r"\1"),
 ]
 # fmt: on
 # Step 3: split the answer into parts
@@ -1709,8 +1722,10 @@ UNITS = {}
 for pair in (
     "m g s mol K A V celsius degree rad month year lb ounce gallon quart pint cup unit dollar "
     "person child man woman student boy girl team player game match point side vertex edge way "
-    "time outcome solution integer number value digit factor divisor subset handshake marble card "
+    "time outcome solution integer number value digit factor divisor handshake marble card "
     "ball book page question problem letter word triangle ticket coin cookie apple house car old=1 "
+    "arrangement combination permutation sequence subset set piece item seat tree egg vote row "
+    "step turn term root zero region line diagonal function ton "
     "people=person children=child men=man women=woman vertices=vertex radian=rad cent=0.01*dollar "
     "%=0.01 °=degree deg=degree km=1000*m cm=0.01*m mm=0.001*m kg=1000*g mg=0.001*g L=0.001*m^3 "
     "mL=0.001*L liter=L milliliter=mL N=kg*m/s^2 Pa=N/m^2 MPa=10^6*Pa J=N*m kJ=1000*J W=J/s "
@@ -1720,7 +1735,10 @@ for pair in (
     "acre=4840*yd^2 eV keV=1000*eV MeV=10^6*eV GeV=10^9*eV cal kcal=1000*cal kW=1000*W MW=10^6*W "
     "mW=0.001*W Hz=1/s kHz=1000*Hz MHz=10^6*Hz GHz=10^9*Hz kPa=1000*Pa atm=101325*Pa bar=10^5*Pa "
     "mV=0.001*V kV=1000*V mA=0.001*A Ω ohm=Ω kΩ=1000*Ω nm=10^{-9}*m μm=10^{-6}*m ms=0.001*s "
-    "μs=10^{-6}*s ns=10^{-9}*s kmol=1000*mol mmol=0.001*mol dB rpm"
+    "μs=10^{-6}*s ns=10^{-9}*s kmol=1000*mol mmol=0.001*mol dB rpm "
+    "M=mol/L mM=0.001*M μM=10^{-6}*M newton=N pascal=Pa kilopascal=kPa joule=J kilojoule=kJ watt=W "
+    "volt=V ampere=A amp=A kelvin=K hertz=Hz mole=mol USD=dollar litre=L ml=mL metre=m "
+    "kilometre=km centimetre=cm millimetre=mm"
 ).split():
     unit, _, meaning = pair.partition("=")
     in_base_units = re.sub("[^-0-9.*/^{}()]+", lambda m: UNITS[m[0]], meaning)
@@ -1918,9 +1936,10 @@ LETTERS = "ABCDEFGHIJ"
 # "B is correct", "B, not A", "B. its text", "B (its text)"
 LETTER_FIRST = re.compile(
     r"""(?xi)
-        (?:(?:the|correct|final|best|answer|option|choice|is|so|thus|hence|therefore)\b[\s:,]*)*
-        [(\[{"'“*_]*(?P<letter>[A-J])(?![^\W_])[)\]}"'”*_]*(?:[\s):,.;]|[-–—](?=\s))*
-        (?:is[ ](?:the[ ])?(?:correct|right|best)(?:[ ]\w+)?$)?
+        \{?(?:(?:the|correct|final|best|answer|option|choice|is|so|thus|hence|therefore|it|must|be|i
+            |choose|pick)\b[\s:,]*)*
+        [(\[{"'“`*_]*(?P<letter>[A-J])(?![^\W_])[)\]}"'”`*_]*(?:[\s):,.;!]|[-–—](?=\s))*
+        (?:is[ ](?:the[ ])?(?:correct|right|best|answer)(?:[ ]\w+)?$)?
         (?:(?:not|rather[ ]than|instead[ ]of)(?:[\s,()]|(?:[A-J]|or|nor|and)\b)+$)?
         (?P<text>.*)"""
 )
@@ -1948,8 +1967,8 @@ def letter_of(text: str, choices: list[str]) -> str | None:
 
 
 def bare_choice(text: str) -> str:
-    """Return a choice's text, normalized and without surrounding brackets and full stops."""
-    return normalize(text.replace("**", "").strip("() ")).strip("(){}.")
+    """Return a choice's text, normalized, without surrounding brackets, quotes and full stops."""
+    return normalize(text.replace("**", "").strip("() \"'“”")).strip("(){}.")
 
 
 def pick_letter(response: str, choices: list[str]) -> str | None:
@@ -1963,11 +1982,11 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
     picked = set()
 
     # If a text contains a lone capital from A to J, but does not name a choice, the response is
-    # ambiguous. So add None to the picked letters.
+    # ambiguous. So add None to the picked letters. "The answer is not A" commits to nothing.
     end = END if in_box is None else REASON
     for text in texts[-99:]:
         letter = letter_of(text, choices) or letter_of(end.split(text)[0], choices)
-        if letter or re.search(r"\b[A-J]\b", text):
+        if letter or re.search(r"(?s)^(?!not\b).*\b[A-J]\b", text):
             picked.add(letter)
 
     # If there is no box, and no claim mentions a letter or a choice, read the last sentences, but
@@ -2506,7 +2525,7 @@ def run_code(
         * touching other processes: the program sees only its own processes, at most 64, which are
           killed at the end of the test
         * exhausting the machine: time, memory, output and open files are limited, and the program
-          has one core
+          starts on one core, which honest programs do not leave
 
     It does not protect against
         * bugs in the kernel or in bubblewrap: system calls are not filtered
@@ -2831,7 +2850,7 @@ def find_wrong_test(
         return "no code in the response"
     for number, (test, expected) in enumerate(tests, 1):
         out, error = run_test(code, fn_name, test, seconds, memory=4)
-        if not same_output(out, expected, returned=fn_name is not None):
+        if not same_output(out, expected, returned=bool(fn_name)):
             got = "" if out is None else f"got {out[:200].decode(errors='replace')!r}, "
             wrong = f"{got}expected {expected[:200]!r}. {error[:200]}"
             return f"test {number} of {len(tests)}: {wrong}".strip()

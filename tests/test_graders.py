@@ -113,7 +113,17 @@ x^2+y^2-25=0 ¦ x^2+y^2=25
 m+n=5 ¦ = 5 ¦ 2+3=5 ¦ x=\frac{10}{2}=5 ¦ 5
 \frac{1}{2} g ¦ \frac{1}{2}g ¦ g/2 ¦ \frac{g}{2}
 \frac{3}{4}=0.75 ¦ \frac{3}{4}\,\mathrm{m}^2 ¦ \frac{3}{4} m ¦ \frac{3}{4}
-1:03 p.m. ¦ 1:03 pm ¦ \text{1:03 PM}
+1:03 p.m. ¦ 1:03 pm ¦ 1:03 \text{ p.m.} ¦ \text{1:03 PM}
+\{-2\} ¦ x \in \{-2\} ¦ \lbrace -2 \rbrace ¦ \{x=-2\} ¦ -2
+\{x=1, x=-3\} ¦ x=1 \lor x=-3 ¦ 1,-3
+\{(1,2),(3,4)\} ¦ (x,y) \in \{(1,2),(3,4)\} ¦ (1,2),(3,4)
+(a,b,c,d)=(1,2,3,4) ¦ (1,2,3,4)
+(h,k) = (1,2) ¦ (x_1,x_2)=(1,2) ¦ \vec{v}=(1,2) ¦ (A,B)=(1,2) ¦ (1,2)
+1⁄2 ¦ 1∕2 ¦ \nicefrac{1}{2} ¦ \frac{1}{2}
+3{,}14 ¦ 3.14
+120 sec ¦ 120\text{ secs} ¦ 120 litres ¦ 120 metres ¦ 120 arrangements ¦ 120 \mathsf{m} ¦ 120 \operatorname{cm} ¦ 120
+2\sec x ¦ 2 sec x ¦ 2 sec(x) ¦ \frac{2}{\cos x}
+\text{USD } 18.90 ¦ USD 18.90 ¦ 18.9 USD ¦ \$18.90
 """
 WRONG = r"""
 5.01 ¦ 6 ¦ 55 ¦ -5 ¦ 5x ¦ 5i ¦ \pm 5 ¦ 5, 6 ¦ 5 or 6 ¦ (5 ¦ 5) ¦ 5! ¦ 5^2 ¦ 5\% less ¦ 5\%\% ¦ 5\approx 6 ¦ 5
@@ -182,6 +192,12 @@ e^{709.7}+ie^{709.7} ¦ 5 ¦ e^{709.7}+ie^{709.6}
 2x+4y=-3 ¦ 2x+4y+3=0 ¦ x+2y=3 ¦ 2x-4y=3 ¦ 2x+4y-3 ¦ 2x+4y<3 ¦ 2x+4y=2x+4y ¦ 2x+4y-3=0
 y-2x=3 ¦ 2x-y+3=0 ¦ y=2x+3
 1:03 AM ¦ 1:30 PM ¦ 13:03 ¦ \text{1:03 PM}
+\{\emptyset\} ¦ \{0\} ¦ \{\} \cup \{0\} ¦ \emptyset
+\{-2, 3\} ¦ \{\{-2\}\} ¦ y \in \{-2\} ¦ x=-2
+(1,4),(3,2) ¦ (y,x) \in \{(1,2),(3,4)\} ¦ \{1,2,3,4\} ¦ (1,2),(3,4)
+(k,h)=(1,2) ¦ (d,c)=(1,2) ¦ (1,2)
+3{,}141 ¦ 3{,}1,4 ¦ 3{,}15 ¦ 3.14
+(1{,}000,2) ¦ (1,2)
 """
 
 
@@ -278,6 +294,12 @@ about 5.3 ¦ approximately 5.3 ¦ 5.30 ¦ 5.3
 2.5 kHz ¦ 2500 Hz ¦ 2500 s^{-1} ¦ 2.50 kHz
 2.0 kcal/mol ¦ 2.01 kcal/mol
 An increase in X and Y ¦ increase in X and Y
+ΔH = -285.8 kJ/mol ¦ \Delta H^\circ = -285.8 kilojoules per mole ¦ -285.8 kJ/mol
+20 newtons ¦ 20 Newtons ¦ 20 N
+0.05 mol/L ¦ 50 mM ¦ 0.050 M ¦ 0.05 M
+25 m/sec ¦ 25 metres per second ¦ 25 m/s
+~5.3 ¦ ~ 5.3 ¦ 5.3
+\ce{CO2} ¦ \ce{CO_2} ¦ CO2
 """
 SHORT_WRONG = r"""
 London ¦ ¦ not Paris ¦ Paris, France ¦ Paris or London ¦ 5 ¦ Paris
@@ -289,7 +311,10 @@ Fe³⁺ ¦ Fe^{2+}
 4.2 leagues ¦ 4.1 furlongs ¦ 4.2 furlongs
 13.6 keV ¦ 13.6 J ¦ 12.6 eV ¦ 13.6 eV or 14 eV ¦ 13.6 eV
 1.06 xy ¦ 1.05 xy
-about 5.4 ¦ not about 5.3 ¦ at most 5.3 ¦ 5.3
+about 5.4 ¦ not about 5.3 ¦ at most 5.3 ¦ ~5.4 ¦ 5.3
+ΔS = -285.8 J/mol ¦ ΔH = 285.8 kJ/mol ¦ -285.8 kJ/mol
+20 joules ¦ 20 watts ¦ 20 N
+0.05 mol ¦ 0.05 mM ¦ 0.05 M
 """
 
 
@@ -315,6 +340,10 @@ COMMITTED = [
     (r"\boxed{5}, \boxed{6}", "5, 6"),
     (r"$x=\boxed{5}$ or $x = \boxed{6}$", "5, 6"),
     (r"\boxed{5}, then \boxed{6}", "6"),
+    (r"\boxed{5}, \quad \boxed{6}", "5, 6"),
+    (r"x = \boxed{5} \qquad x = \boxed{6}", "5, 6"),
+    ("The answer is clearly 5, not 6.", "5"),
+    ("Now 3 is not a solution\nThe answer is 5.", "5"),
     (r"So $\boxed{6},$ our answer.", "6"),
     (r"The answer is $\boxed{6},$ because $2+4=6$.", "6"),
     (r"$(100 - 64)\% = \boxed{36} \%$.", r"36\%"),
@@ -432,6 +461,16 @@ LETTERS = [
             "Let me check each option:\n\nA) This is wrong.\nB) This fits.\n\nFinal answer: {}",
             "The answer choices:\n\n(A) no\n(B) maybe\n\nThe answer is {}.",
             "Thus {} is the right answer.",
+            "**{}** is the answer.",
+            "It must be {}.",
+            "I choose {}.",
+            "The answer is most likely {}!",
+            "The answer is indeed `{}`.",
+            "A: no\nB: yes\nC: wrong\nAnswer: {}",
+            "The answer is not A. It stores no DNA. The answer is {}.",
+            "The correct answer is {}, “The nucleus.”",
+            r"\boxed{{\text{{Option {}}}}}",
+            r"\boxed{{{}. \text{{The nucleus}}}}",
             "A and C are not possible, so the answer is {}.",
         )
     ),
@@ -474,6 +513,10 @@ LETTERS = [
             "The answer isn't B.",
             "Answer: A/B",
             "The answer is unlikely (B).",
+            "The answer is not A. The answer is not B.",
+            "I doubt that it must be B.",
+            "It is not B.",
+            "Answer: not (B)",
         )
     ),
 ]
