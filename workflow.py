@@ -668,7 +668,7 @@ def call_worker(rollout: Rollout, i: int) -> Reply:
     chat.append({"role": "user", "content": TASK + steps[i].subtask})
     chat[0]["content"] = f"{QUESTION}{rollout.question}\n\n{chat[0]['content']}"
 
-    # Replace a turn without text, such as an empty reply. Some providers refuse a chat that has one.
+    # Some providers refuse a chat in which a turn, such as an empty reply, has no text.
     turns = [
         turn if turn["content"].strip() else turn | {"content": "(empty)"}
         for turn in [*rollout.context, *chat]
