@@ -71,10 +71,13 @@ def read(file: str):
 def named(word: str) -> tuple[str, str]:
     """Split NAME=PATH into (name, path). By default, the name comes from the path's last part.
 
+    A word that is an existing path, such as out/lr=0.1, has no NAME=.
+
     >>> named("out/laptop.json")
     ('laptop', 'out/laptop.json')
     """
-    name, _, path = word.rpartition("=")
+    is_path = "=" not in word or os.path.exists(word)
+    name, _, path = ("", "", word) if is_path else word.partition("=")
     return name or os.path.splitext(os.path.basename(os.path.normpath(path)))[0], path
 
 
@@ -137,16 +140,16 @@ def draw_accuracy(axes, run: str, rows: list[dict], name: str, ink: str) -> list
     sampled = rolling_mean([row["accuracy"] for row in rows])
     axes.plot(training, sampled, color=ink, linewidth=1, alpha=0.6)
 
-    iterations, accuracies = held_out_curve(run, rows)
-    axes.plot(iterations, accuracies, color=ink, linewidth=3, **DOT)
-
     axes.set(
         xmargin=0, ylim=(0, 1), title="Accuracy: on held-out questions (bold), in training (thin)"
     )
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.set_major_formatter("{x:.0%}")
+
+    iterations, accuracies = held_out_curve(run, rows)
     if not iterations:
         return [(sampled[-1], training[-1], f"{name} {sampled[-1]:.0%} in training", ink)]
+    axes.plot(iterations, accuracies, color=ink, linewidth=3, **DOT)
     return [(accuracies[-1], iterations[-1], f"{name} {accuracies[-1]:.1%}", ink)]
 
 
@@ -517,7 +520,7 @@ def draw(words: list[str]) -> str:
     if all(word.endswith(".json") for word in words):
         return draw_evaluations(words)
     if len(words) == 1:
-        return draw_run(words[0])
+        return draw_run(named(words[0])[1])
     return compare_runs(words)
 
 

@@ -46,10 +46,12 @@ def plot(tmp_path):
         "run/traces/00000.jsonl": [failed],
         "run/traces/00001.jsonl": [failed, rollout],
         "run/test.json": [{"x, conductor": row, "x, workers a": row}],
+        "lr=0.1/metrics.jsonl": [metrics | {"held_out": None}],  # not measured yet
         "old/metrics.jsonl": [{"iteration": 0}],
         "n.json": [{"x, conductor": row, "y, conductor": row, "y, workers a": row}],
     }
     (tmp_path / "old").mkdir()
+    (tmp_path / "lr=0.1").mkdir()
     for file, rows in files.items():
         (tmp_path / file).write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "cut.json").write_text('{"x, conductor": {')
@@ -63,6 +65,9 @@ def plot(tmp_path):
     [
         ("run", "run/curve.png"),
         ("run run/ --out=both.svg", "both.svg"),
+        ("lr=0.1", "lr=0.1/curve.png"),
+        ("best=lr=0.1", "lr=0.1/curve.png"),
+        ("lr=0.1 one=lr=0.1 --out=unmeasured.png", "unmeasured.png"),
         ("workflows run", "run/workflows.png"),
         ("subtasks run", "run/subtasks.png"),
         ("n.json", "n.png"),
