@@ -636,14 +636,17 @@ def reward(rollout: Rollout, settings: Settings) -> float | None:
     return 1.0 if rollout.right else 0.5
 
 
+LARGEST_REWARD = 1e15  # Eq. 2 squares rewards in fp32, whose largest number is 3e38
+
+
 def own_reward(rollout: Rollout, function: str) -> float:
     """Return the reward that the user's function FILE.py:NAME gives to a rollout.
 
-    Raises ValueError if the function fails or its result is not a finite number.
+    Raises ValueError if the function fails or its result is not a number of reasonable size.
     """
     try:
         value = float(load_function(function)(rollout))
-        if not math.isfinite(value):
+        if not abs(value) <= LARGEST_REWARD:
             raise ValueError(f"it returned {value}")
     except Exception as e:
         raise ValueError(
@@ -1115,7 +1118,7 @@ def check_longest_prompt(run: Run):
     The context must hold the question's whole prompt and max_new_tokens more.
     """
     questions = [problem.question for problem in run.problems + run.test]
-    longest = max(questions, key=lambda question: len(run.tokenizer.encode(question)))
+    longest = max(questions, key=lambda question: len(question.encode()))  # in bytes
     chat = conductor_chat(Rollout(longest, run.pool), run.prompting)
     n_read = len(run.tokenizer.chat(chat))
     n_written = run.prompting.max_new_tokens

@@ -284,6 +284,7 @@ def test_where_rewards_are_summed_each_second_round_continues_its_own_first_one(
 def test_a_reward_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def short(rollout):\n    return rollout.right - 0.1 * len(rollout.workflow.steps)\n"
+        "def huge(rollout):\n    return -1e300\n"
     )
     settings = Settings(reward=f"{tmp_path}/mine.py:short")
     assert reward(of(True), settings) == pytest.approx(0.8)
@@ -293,6 +294,8 @@ def test_a_reward_of_ones_own(tmp_path):
         ValueError, match="mine.py:short failed on a rollout of p/1: AttributeError"
     ):
         reward(faulty, settings)
+    with pytest.raises(ValueError, match="mine.py:huge failed .*ValueError: it returned -1e"):
+        reward(faulty, Settings(reward=f"{tmp_path}/mine.py:huge"))
 
 
 def test_a_shuffled_pool_is_a_pool_of_its_own():
@@ -595,8 +598,8 @@ def test_a_grader_that_fails_is_known_before_anything_is_paid(tmp_path):
     assert workers.calls == 0
 
 
-def test_the_longest_question_is_the_one_with_the_most_tokens():
-    tokenizer = SimpleNamespace(encode=lambda text: text.encode(), chat=lambda chat: str(chat))
+def test_the_longest_question_is_the_one_with_the_most_bytes():
+    tokenizer = SimpleNamespace(chat=lambda chat: str(chat))
     model = SimpleNamespace(config=Config(max_position_embeddings=300))
     short, dense = Problem("1", "x" * 40, "", "same"), Problem("2", "é" * 30, "", "same")
     run = SimpleNamespace(tokenizer=tokenizer, model=model, pool=POOL, prompting=SHORT)
