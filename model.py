@@ -82,13 +82,13 @@ class Config:
         """
         file = os.path.join(fetch(path, "config.json"), "config.json")
         found = read_json(file)
-        rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+        rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
         if not isinstance(rope, dict):
             raise ValueError(f"{file}: {rope!r} is not a description of RoPE scaling")
         # Copy the RoPE settings to the top level, because transformers 5 stores rope_theta among
-        # them. Older files write `type` for rope_type.
-        rope = {"rope_type": rope.get("type", "default")} | rope
-        found = rope | found
+        # them. Older files write `type` for rope_type. In a file of transformers 5, a rope_scaling
+        # was added by hand, and transformers also prefers it.
+        found = found | {"rope_type": rope.get("type", "default")} | rope
         refuse_unknown(file, found)
 
         # Keep only the settings that `stretch` uses.
@@ -127,11 +127,13 @@ def refuse_unknown(file: str, found: dict):
     act = found.get("hidden_act", "silu")
     rope_type = found["rope_type"]
     unknown = {
-        f"model_type is {found.get('model_type')!r}": found.get("model_type") not in ARCHITECTURES,
+        f"model_type is {found.get('model_type')!r}": found.get("model_type")
+        not in [*ARCHITECTURES],
         f"hidden_act is {act!r}": act != "silu",
         f"RoPE scaling is {rope_type!r}": rope_type not in ("default", "llama3"),
         "use_sliding_window asks for sliding windows": found.get("use_sliding_window"),
         "mlp_bias is true": found.get("mlp_bias"),
+        "quantization_config says that the weights are quantized": found.get("quantization_config"),
     }
     for what, is_unknown in unknown.items():
         if is_unknown:
@@ -142,7 +144,12 @@ def refuse_unknown(file: str, found: dict):
 
 
 def is_positive(value) -> bool:
-    return isinstance(value, int | float) and 0 < value < 1e9
+    """Return whether the value is a finite number above 0 and, if it is an int, below 10^9.
+
+    Models for a context of millions of tokens have a rope_theta, a float, above 10^9.
+    """
+    limit = math.inf if isinstance(value, float) else 1e9
+    return isinstance(value, int | float) and 0 < value < limit
 
 
 # ---- Layers ------------------------------------------------------------------------------------

@@ -235,6 +235,24 @@ def test_rope_scaling_may_say_that_nothing_is_scaled(scaling, saved):
     assert Config.from_pretrained(str(saved)) == tiny().config
 
 
+@pytest.mark.parametrize("theta", [2804339835.0, 10000])
+def test_rope_parameters_count_more_than_rope_theta_at_the_top(theta, tmp_path):
+    """As in transformers 5. A model for a very long context has a theta above 10^9."""
+    theirs = theirs_in("llama", tmp_path, {"rope_theta": theta})
+    edit(tmp_path / "config.json", rope_theta=500.0)
+    ours = Qwen.from_pretrained(str(tmp_path))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(ours(IDS), theirs(IDS).logits, **CLOSE)
+    torch.testing.assert_close(ours(IDS), again(IDS).logits, **CLOSE)
+
+
+def test_scaling_that_was_added_to_a_file_with_rope_parameters_is_not_ignored(tmp_path):
+    theirs_in("qwen2", tmp_path)
+    edit(tmp_path / "config.json", rope_scaling={"type": "yarn", "factor": 4.0})
+    with pytest.raises(ValueError, match="RoPE scaling is 'yarn'"):
+        Config.from_pretrained(str(tmp_path))
+
+
 def test_what_config_json_does_not_say_follows_from_the_model_type():
     qwen2, llama, qwen3 = (Config(model_type=name) for name in ("qwen2", "llama", "qwen3"))
     assert (qwen2.attention_bias, qwen2.attention_output_bias, qwen2.qk_norm) == (
@@ -390,6 +408,9 @@ def test_a_tied_head_may_be_there(tmp_path):
         ({"num_attention_heads": 5}, "heads"),
         ({"num_hidden_layers": 10**8}, "layers"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"model_type": ["qwen2"]}, "model_type is .'qwen2'."),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized, which is not implemented"),
         ({"hidden_size": 10**8}, "does not fit"),
     ],
 )
