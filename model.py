@@ -603,14 +603,24 @@ def is_llama_with_zero_bias(config: Config) -> bool:
 
 
 def read_tensors(path: str) -> dict[str, torch.Tensor]:
-    """Return {name: tensor} for a checkpoint. The tensors are memory-mapped and not yet read."""
-    folder = fetch(path, "model.safetensors", "model-*.safetensors")
+    """Return {name: tensor} for a checkpoint. The tensors are memory-mapped and not yet read.
+
+    As in transformers, model.safetensors counts more than a checkpoint in several files.
+    """
+    patterns = ("model.safetensors", "model-*.safetensors")
+    folder = fetch(path, *patterns)
+    single, several = (glob.glob(pattern, root_dir=folder) for pattern in patterns)
     state = {}
-    for file in sorted(glob.glob("model*.safetensors", root_dir=folder)):
+    for file in single or several:
         try:
-            state |= load_file(os.path.join(folder, file))
+            tensors = load_file(os.path.join(folder, file))
         except SafetensorError as e:
             raise ValueError(f"{folder}/{file} is damaged: {e}") from None
+        if state.keys() & tensors.keys():
+            raise ValueError(f"{folder} mixes the files of two checkpoints: {sorted(several)}")
+        state |= tensors
+    if not state:
+        raise ValueError(f"{folder} holds no weights: {' or '.join(patterns)}")
     return state
 
 
@@ -737,8 +747,8 @@ def find_template(bpe: BPE, model_type: str) -> ChatTemplate:
     for template in (QWEN3_CHAT if model_type == "qwen3" else QWEN2_CHAT, LLAMA3_CHAT):
         tokens = re.findall(CONTROL_TOKEN, template.turn)
         ids = {bpe.token_to_id(token) for token in tokens}
-        as_text = bpe.encode("".join(tokens), add_special_tokens=False).ids
-        if not ids & {None, *as_text}:
+        texts = bpe.encode_batch(tokens, add_special_tokens=False)
+        if None not in ids and ids.isdisjoint(i for text in texts for i in text.ids):
             return template
     raise ValueError(
         "no ChatML tokenizer, nor one of Llama 3: <|im_start|> and <|im_end|>, or "
@@ -816,6 +826,8 @@ class Tokenizer:
         return self.n_ids
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, in which lone surrogates (halves of an emoji) become "?"."""
+        text = text.encode(errors="replace").decode()
         return self.bpe.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:

@@ -360,6 +360,31 @@ def test_saving_over_a_checkpoint_leaves_nothing_of_it(tmp_path):
     )
 
 
+def test_files_of_another_checkpoint_are_not_mixed_in(tmp_path):
+    """A copy under another name is ignored; two sets of shards are an error, as is no file."""
+    file, others = tmp_path / "model.safetensors", {}
+    for size in ("20KB", "40KB"):
+        theirs = shake(Qwen2ForCausalLM(Qwen2Config(**shape_of("grouped"))))
+        theirs.save_pretrained(tmp_path / size, max_shard_size=size)
+        others |= {path.name: path.read_bytes() for path in (tmp_path / size).glob("*.safetensors")}
+    tiny().save_pretrained(str(tmp_path))
+    shake(tiny(), seed=5).save_pretrained(str(tmp_path / "other"))
+    (tmp_path / "model_before.safetensors").write_bytes(
+        (tmp_path / "other" / "model.safetensors").read_bytes()
+    )
+    for name, content in others.items():
+        (tmp_path / name).write_bytes(content)
+    assert torch.equal(Qwen.from_pretrained(str(tmp_path))(IDS), tiny()(IDS))
+
+    file.unlink()
+    with pytest.raises(ValueError, match="mixes the files of two checkpoints.*00001-of"):
+        Qwen.from_pretrained(str(tmp_path))
+    for name in others:
+        (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match="holds no weights: model.safetensors or model-"):
+        Qwen.from_pretrained(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -727,6 +752,12 @@ def test_text_survives_the_round_trip_and_holds_no_control_token(text):
     assert (chat.count(tokenizer.start_id), chat.count(tokenizer.eos_id)) == (3, 2)
 
 
+def test_half_an_emoji_is_a_question_mark():
+    tokenizer = Tokenizer(bpe())
+    assert tokenizer.decode(tokenizer.encode("a \ud83d \udcff b")) == "a ? ? b"
+    assert tokenizer.chat(turns(("user", "\ud83d"))) == tokenizer.chat(turns(("user", "?")))
+
+
 @pytest.mark.parametrize("model_type", STYLES)
 def test_neither_a_role_nor_a_content_ends_a_turn(model_type):
     made = bpe(STYLES[model_type])
@@ -810,7 +841,10 @@ def test_a_tokenizer_without_control_tokens_is_refused(tmp_path):
     vocabulary = {"<|im_start|>": 0, "<|im_end|>": 1, "?": 2}
     plain = BPE(models.WordLevel(vocabulary, "?"))  # not special: a text can spell them
     plain.pre_tokenizer = pre_tokenizers.Split("<|im_end|>", "isolated")
-    for made in (BPE(models.BPE()), plain):
+    words = BPE(models.WordLevel(vocabulary, "?"))  # A text of words can spell them.
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    for made in (BPE(models.BPE()), plain, words):
         made.save(str(tmp_path / "tokenizer.json"))
         with pytest.raises(ValueError, match="tokenizer.json: no ChatML tokenizer"):
             Tokenizer.from_pretrained(str(tmp_path))
