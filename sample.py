@@ -19,6 +19,7 @@ ignored, until `compact` drops the cell. Read workers.py next.
 import hashlib
 import math
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -122,7 +123,7 @@ def generate_each(
 def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, int]:
     """Return (Q, R): how many prompts a grid holds, and how many of each prompt's n rollouts.
 
-    Unless a single rollout needs more, the keys and values of a grid take at most a fifth of the
+    Unless a single rollout needs more, a grid's keys, values and logits take at most a fifth of the
     GPU's memory, because a 7B model leaves about that much free on a 24 GB card. On a CPU, they
     take at most 2 GiB.
     """
@@ -136,7 +137,8 @@ def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, i
     channels = model.config.num_key_value_heads * model.config.head_dim
     token = 2 * len(model.model.layers) * channels * itemsize  # bytes
     prompt = token * padded(longest, device)
-    row = token * padded(max_new_tokens, device)
+    # A row also has fp32 logits, and `draw` makes three more tensors of their size.
+    row = token * padded(max_new_tokens, device) + 16 * model.config.vocab_size
 
     rows_that_fit = max(1, (limit - prompt) // row)
     n_grids = math.ceil(n / rows_that_fit)
@@ -420,7 +422,7 @@ class Grid:
 
         The prompts go through the model a few at a time.
         """
-        logits = []
+        parts = []
         at_once = max(1, PREFILL_TOKENS // self.P)
         for start in range(0, self.Q, at_once):
             rows = slice(start, start + at_once)
@@ -438,8 +440,12 @@ class Grid:
                 return self.model.logits(hidden.take_along_dim(last, dim=1)[:, 0])
 
             ids = torch.tensor(ids, device=self.device)
-            logits.append(self.model(ids, attend=attend, head=head))
-        self.draw_next(torch.cat(logits).repeat_interleave(self.R, 0))
+            parts.append(self.model(ids, attend=attend, head=head))
+
+        logits = torch.cat(parts)  # (Q, V)
+        if not logits.isfinite().all():
+            raise ValueError("the model's logits are not finite, so its weights must be damaged")
+        self.draw_next(logits.repeat_interleave(self.R, 0))
 
     def step(self):
         """Draw every cell's next token.
@@ -632,12 +638,14 @@ def row_seeds(prompts, numbers, seed: int) -> list[list[int]]:
     earlier in the list, and the rollout's number.
     """
     seeds = []
-    for i, prompt in enumerate(prompts):
-        repeats = prompts[:i].count(prompt)
-        identity = (seed, tuple(prompt), repeats) if repeats else (seed, tuple(prompt))
+    occurrences = Counter()
+    for prompt, row_numbers in zip(map(tuple, prompts), numbers):
+        repeats = occurrences[prompt]
+        occurrences[prompt] += 1
+        identity = (seed, prompt, repeats) if repeats else (seed, prompt)
         key = hashlib.blake2b(repr(identity).encode()).digest()
         row = []
-        for number in numbers[i]:
+        for number in row_numbers:
             digest = hashlib.blake2b(b"%d" % number, key=key, digest_size=8).digest()
             row.append(int.from_bytes(digest, "big", signed=True))
         seeds.append(row)
@@ -669,11 +677,13 @@ if __name__ == "__main__":
         if device == "cuda":
             model.join()
         prompt = tokenizer.chat([{"role": "user", "content": " ".join(words)}])
+        # An answer ends where the model's context does.
+        room = max(1, model.config.max_position_embeddings - len(prompt))
         [completions] = generate(
             model,
             [prompt],
             settings.n,
-            settings.max_new_tokens,
+            min(settings.max_new_tokens, room),
             settings.temperature,
             tokenizer.end_ids,
             settings.seed,

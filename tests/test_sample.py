@@ -482,6 +482,41 @@ def test_nothing_to_sample_is_an_error(prompts, settings):
         generate(MODEL, prompts, **settings)
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_damaged_weights_are_an_error(value, temperature):
+    model = tiny()
+    model.model["layers"][0].mlp.up_proj.weight.data[0, 0] = value
+    with pytest.raises(ValueError, match="logits are not finite"):
+        generate(model, PROMPTS, max_new_tokens=3, temperature=temperature)
+
+
+def test_the_seeds_of_thousands_of_prompts_take_no_time():
+    """Prompts that begin alike are not compared with each other; equal ones get other seeds."""
+
+    class Token(int):
+        compared = 0
+
+        def __eq__(self, other):
+            Token.compared += 1
+            return int(self) == int(other)
+
+        __hash__ = int.__hash__
+
+    prompts = [[Token(1)] * 20 + [i] for i in range(300)]
+    seeds = sample.row_seeds(prompts, [[0]] * 300, 0)
+    assert len({row[0] for row in seeds}) == 300 and Token.compared < 300 * 20
+    [[first], [second]] = sample.row_seeds([[1, 2], [1, 2]], [[0]] * 2, 0)
+    assert first != second
+
+
+def test_a_large_vocabulary_limits_the_rows_of_a_grid():
+    """The logits of 20,000 rows and what is computed from them would take 48 GB."""
+    model = tiny(vocab=150_000)
+    Q, R = sample.grid_shape(model, 10, 4, 20_000)
+    assert Q == 1 and 500 < R < 1000
+
+
 # ---- The program --------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -512,6 +547,17 @@ def test_the_program_answers_from_a_checkpoint(folder):
         status == 0
         and " …\n" in out
         and program(*command)[1] == out != program(*command, "--seed=5")[1]
+    )
+
+
+def test_an_answer_ends_where_the_context_does(tmp_path):
+    tokenizer = Tokenizer(bpe())
+    tokenizer.save_pretrained(str(tmp_path))
+    context = len(tokenizer.chat([{"role": "user", "content": "hi"}])) + 4
+    tiny(vocab=310, max_position_embeddings=context).save_pretrained(str(tmp_path))
+    command = f"--checkpoint={tmp_path}", "--n=9", "hi"
+    assert program(*command, "--max_new_tokens=10000000000") == program(
+        *command, "--max_new_tokens=4"
     )
 
 
