@@ -443,9 +443,10 @@ def collect_rollouts(run: Run, settings: Settings, iteration: int) -> tuple[Grou
 def find_reason_to_stop(run: Run, groups: Groups, calls: list[Call]) -> str:
     """Return why the run must stop instead of using these rollouts, or "".
 
-    `calls` are this rank's calls. All ranks call this. The run stops if the budget is spent, if a worker no longer answers, or if
-    three quarters of the rollouts are lost, because the next iterations would fare no better. An
-    occasional failed call does not stop the run, because only one rollout is lost.
+    `calls` are this rank's calls. All ranks call this function. The run stops if the budget is
+    spent, if a worker no longer answers, or if three quarters of the rollouts are lost, because the
+    next iterations would fare no better. An occasional failed call does not stop the run, because
+    it loses only one rollout.
     """
     outcomes = {}  # worker's name -> is_answered of each of its calls, oldest first
     for call in sorted(all_gather(calls)):
@@ -740,9 +741,9 @@ def learn(run: Run, groups: Groups, settings: Settings, iteration: int) -> list[
         run.skipped = run.skipped + 1 if report["skipped"] else 0
         if run.skipped == 3:
             leave(
-                "three gradients in a row were not finite: start another run, with its own --out and "
-                f"a smaller --lr; --init_from={settings.out}/checkpoint begins with what this one "
-                "had learned at its last checkpoint"
+                "three gradients in a row were not finite: start another run, with its own --out "
+                f"and a smaller --lr; --init_from={settings.out}/checkpoint begins with what this "
+                "one had learned at its last checkpoint"
             )
     return reports
 
