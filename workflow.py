@@ -9,8 +9,9 @@
     python workflow.py show --examples FILE …  # print few-shot examples for train.py --examples
 
 The Conductor writes a workflow as three Python lists. `messages` builds the prompt that asks for
-the lists, `parse` reads them, and `roll_out` runs the workflow. A `Rollout` records everything that
-happens. Workers, steps, rounds and lines of files are counted from 0. Read grpo.py next.
+the lists, `parse` reads them, and `roll_out` runs the workflow. A `Rollout` records a question, the
+workflow written for it, the workers' replies and the verdict. Workers, steps, rounds and lines of
+files are counted from 0. Read grpo.py next.
 """
 
 import ast
@@ -56,18 +57,18 @@ ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
 
 
 class WorkflowError(ValueError):
-    """A text contains no valid workflow. The message names the faulty list and its fault."""
+    """Raised if a text contains no valid workflow. The message gives the reason."""
 
 
 @dataclass
 class Step:
-    """One call of a worker."""
+    """One step of a workflow: a call to a worker."""
 
     worker: int  # the worker's number in the pool
     subtask: str  # what the worker is told to do
-    access: list[int]  # the earlier steps whose subtasks and responses the worker sees
-    # Whether the Conductor wrote "all" in the step's access list. In rounds after the first, "all"
-    # also shows the worker the previous round's answer (§3.2).
+    access: list[int]  # numbers of the earlier steps whose subtasks and responses the worker sees
+    # Whether the step's access list is written as "all". In rounds after the first, "all" also
+    # shows the worker the last subtask and the answer of the previous round (§3.2).
     wrote_all: bool = field(default=False, compare=False)
 
 
@@ -78,10 +79,11 @@ class Workflow:
 
 @dataclass
 class Rollout:
-    """A question, the workflow that a Conductor wrote for it, and the outcome.
+    """A question, the workflow that answers it, and the outcome.
 
-    If a call fails, the rollout is lost, because what the workflow would have answered is unknown.
-    A lost rollout has an `error` and counts as neither right nor wrong.
+    A rollout is lost if a call to the Conductor, a worker or the grader fails, if the prompt is too
+    long for the Conductor, or if time runs out. A lost rollout has an `error`. It counts as neither
+    right nor wrong, because nobody knows what the answer would have been.
     """
 
     # The question
@@ -94,10 +96,10 @@ class Rollout:
     # "user" or "assistant".
     context: list[dict] = field(default_factory=list)
     previous: "Rollout | None" = None  # the round before this one (§3.2)
-    number: int = 0  # distinguishes rollouts of the same question, and seeds the sampler
+    number: int = 0  # distinguishes rollouts of the same question; part of the sampler's seed
     call_prefix: str = ""  # the prefix of the call ids that Replay looks up; "": no replay
 
-    # What the Conductor wrote; only a local model sets prompt_ids, tokens and logprobs
+    # What the Conductor wrote. Only `model_writer` sets prompt_ids, tokens, logprobs and finished.
     written: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -108,17 +110,20 @@ class Rollout:
 
     # What the workers replied
     names: list[str] = field(default_factory=list)  # the name of each step's worker
-    # Each step's reply; None: the call failed or was not made.
+    # Each step's reply; None: the call failed, took too long or was not made.
     replies: list[Reply | None] = field(default_factory=list)
     error: str | None = None  # why the rollout is lost
-    seconds: float = 0.0  # from the moment when the workflow was written to the verdict
+    seconds: float = 0.0  # how long it took to run the workflow and judge its answer
 
     # The verdict
     right: bool | None = None  # False also if `written` is invalid; None: lost or not judged
     failure: str = ""  # what is wrong with the answer, in the grader's words
-    reward: float | None = None  # the reward of §3.1, set by train.py; None: lost
-    advantage: float = 0.0  # the advantage of Eq. 2, set by grpo.py
-    # The share of this question's judged rollouts that are wrong, set by grpo.py.
+    # The reward of §3.1, set by train.py. None: the rollout is lost, or its cost is unknown although
+    # --cost_weight is set.
+    reward: float | None = None
+    advantage: float = 0.0  # the A of Eq. 1, set by grpo.py or train.py
+    # The share of wrong rollouts among those of this rollout's group that have a reward; set by
+    # grpo.py, which explains groups.
     wrong_share: float = 1.0
 
     @property
@@ -127,7 +132,10 @@ class Rollout:
 
     @property
     def answer(self) -> str:
-        """The last step's response. A round without steps keeps the previous round's answer."""
+        """The last step's response, or the previous round's answer if there are no steps.
+
+        "" if the rollout is lost or has no workflow.
+        """
         if self.error or not self.workflow:
             return ""
         if self.replies:
@@ -138,7 +146,7 @@ class Rollout:
         """Return all rounds up to and including this one, oldest first."""
         return [*(self.previous.rounds() if self.previous else []), self]
 
-    # Totals over all rounds:
+    # The replies of all rounds, and their totals
 
     @property
     def all_replies(self) -> list[Reply]:
@@ -154,7 +162,7 @@ class Rollout:
 
     @property
     def cost(self) -> float | None:
-        """The total in dollars, or None if the cost of any call is unknown."""
+        """The cost of all replies in dollars, or None if the cost of any reply is unknown."""
         costs = [reply.cost for reply in self.all_replies]
         return None if None in costs else sum(costs)
 
@@ -212,10 +220,10 @@ def can_be_seen(item, i: int) -> bool:
 
 
 # The lists of a workflow, in the order in which the prompt asks for them. To add a list, add a row
-# here and a field to Step; the prompt, `as_lists` and `parse` need no change. Then edit three
-# functions: `call_worker` decides what a worker sees of the new field, `view_step` what a reader
-# sees of it, and eval.random_workflow draws its values for the warm start. A Conductor trained
-# without the new list must be retrained, because a workflow that lacks a list is invalid.
+# here, and to Step a field with a default; the prompt, `as_lists` and `parse` need no change. Then
+# edit three functions: `call_worker` decides what a worker sees of the new field, `view_step` shows
+# the field to people, and eval.random_workflow draws its values for the warm start. A Conductor
+# trained without the new list must be retrained, because a workflow that lacks a list is invalid.
 LISTS = [
     ListFormat(
         name="model_id",
@@ -248,7 +256,7 @@ NAMES = [form.name for form in LISTS]
 
 
 def as_lists(workflow: Workflow) -> str:
-    """Return a workflow as the text that a Conductor would write. `parse` is the inverse."""
+    """Return a workflow as text in the format that Conductors write and `parse` reads."""
     lines = []
     for form in LISTS:
         elements = [form.write(step, i) for i, step in enumerate(workflow.steps)]
@@ -299,12 +307,13 @@ class Prompting:
     """How a Conductor is prompted. A checkpoint stores these fields in conductor.json."""
 
     # ood, in, mixed: few-shot examples from other tasks, the same tasks, or both (Table 4).
-    # zero-shot: no examples. short: the laptop preset's two-line prompt, which does not explain the
-    # format of a workflow, because the warm start teaches it.
+    # zero-shot: no examples. short: the laptop preset's prompt, which states the pool, max_steps
+    # and the question, but does not explain the format of a workflow: the warm start teaches that.
     prompt_style: str = "ood"
     max_steps: int = 5
     max_new_tokens: int = 1024
-    # Whether the prompt shows each worker's note. If False, it shows only the workers' numbers.
+    # Whether the prompt shows each worker's note. If False, a Conductor knows workers only by their
+    # numbers. `worker_writer` ignores this and always shows names and notes.
     notes: bool = False
     # The user's own few-shot examples, which replace those of prompt_style; see read_examples.
     examples: list[dict] = field(default_factory=list)
@@ -356,8 +365,8 @@ def messages(
         max_steps: The maximum number of steps.
         previous: The round before this one, whose answer the Conductor may keep (§3.2).
         prompt_style: See Prompting.
-        notes: What each worker of the pool is good at. If None, the prompt shows only the workers'
-            numbers.
+        notes: For each worker of the pool, a note on what it is good at. If None, the prompt shows
+            only the workers' numbers or, if it is short, perhaps only their count.
         context: The chat turns before the question. The short prompt omits them.
         examples: See Prompting. The short prompt omits the examples, too.
     """
@@ -391,8 +400,9 @@ def messages(
 def short_pool(workers: int | list[int], notes: list[str] | None) -> str:
     """Describe a pool for the short prompt, as "3 models", "Models 0 2" or "adder0, coder2".
 
-    The last form is used if there are notes. A worker's number follows its note without a space,
-    because a tiny model learns to copy the token right after the note, but not one further away.
+    The second form is for a list of numbers, the third for any pool with notes. A worker's
+    number follows its note without a space, because a tiny model learns to copy the token right
+    after the note, but not one further away.
     """
     if notes:
         numbers = range(workers) if isinstance(workers, int) else workers
@@ -403,7 +413,7 @@ def short_pool(workers: int | list[int], notes: list[str] | None) -> str:
 
 
 def full_pool(numbers: list[int], notes: list[str] | None) -> str:
-    """Describe a pool for the paper's prompt. If there are notes, each worker gets a line."""
+    """Describe a pool for the prompts that are not short. With notes, each worker gets a line."""
     if notes:
         return "\n".join(["Models:", *(f"Model {number}: {notes[number]}" for number in numbers)])
     return "Models: " + ", ".join(f"Model {number}" for number in numbers)
@@ -417,9 +427,10 @@ def named_examples(prompt_style: str) -> list[dict]:
 
 
 def example_blocks(examples: list[dict], numbers: list[int], max_steps: int) -> list[str]:
-    """Return a list of texts: each few-shot example's question, plan and workflow.
+    """Return a text for each few-shot example: its question, plan and workflow.
 
-    Worker numbers are mapped to allowed ones. Examples with more than max_steps steps are left out.
+    Worker numbers are mapped to those in `numbers`, which may be used. Examples with more than
+    max_steps steps are left out.
     """
     blocks = []
     for example in examples:
@@ -462,9 +473,9 @@ def conductor_chat(rollout: Rollout, prompting: Prompting, with_names: bool = Fa
 
 # ---- Parsing -------------------------------------------------------------------------------------
 
-# Matches the name of a list and everything that models write between the name and the opening
-# bracket: Markdown marks or JSON quotes, perhaps a type annotation such as list[int] or a remark in
-# parentheses, then "=" or ":".
+# Matches the name of a list and the text between the name and the opening bracket. This text
+# contains "=" or ":", and may contain Markdown marks, quotes, a type annotation such as list[int],
+# or a remark in parentheses.
 NAME = (
     "(?<![A-Za-z0-9_])(?:"
     + "|".join(f"(?P<{form.name}>{form.spellings})" for form in LISTS)
@@ -472,13 +483,14 @@ NAME = (
     (?::\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==)|\([^()\n]{0,80}\))?
     [\s*`]{0,9}[:=：][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
 )
-# Matches "Question:" or "Example question 2:" at the start of a line, perhaps in bold.
+# Matches "Question:", "Next question:" or "Example question 2:" at the start of a line, perhaps in
+# bold or as a Markdown heading.
 HEADING = r"""(?P<heading>^[\s>#*]{0,8}(?P<example>example\ )?
     (?:\w{1,12}\ )?question(?:\ \d{1,3})?[* ]{0,4}:)"""
 MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE)
 
-# Matches one token of a list. A string may contain newlines, but a newline followed by a list's
-# name means that the string was never closed.
+# Matches one token of a list. A string may span several lines. If one of these lines begins another
+# list, however, the string was never closed, and its match has no end.
 TOKEN = re.compile(
     rf"""(?P<atom>[][()]|[0-9.,]+)|\s+|\#[^\n]*|(?P<nothing>(?:none|null)\b)
     |(?P<raw>r?)(?P<quote>\"\"\"|'''|["']|(?P<curly>“))
@@ -496,9 +508,10 @@ def parse(
 
     A model may make several attempts at a workflow, and some may be cut off. Consecutive lists, one
     of each name and in the order in which the prompt asks for them, always form an attempt.
-    Otherwise an attempt ends when the name of one of its lists appears again. This keeps the lists
-    of a complete attempt apart from those of an attempt that was cut off. Only the last 50,000
-    characters are read.
+    Otherwise an attempt ends when the name of one of its lists appears again. By these rules, the
+    lists of two attempts seldom mix, even if one attempt is cut off. Examples that the model
+    repeats from its prompt are ignored, as is everything after a further question. Only the last
+    50,000 characters are read.
 
     Args:
         text: The text that a model wrote.
@@ -527,8 +540,8 @@ def parse(
     text = text[-50_000:]
     workflow = None
     error = WorkflowError(f"{NAMES[0]}: the list is missing")
-    recent = []  # the lists since the last heading, as (name, list)
-    attempt = {}  # name -> list
+    recent = []  # the lists since the last heading, as (name, list or error message)
+    attempt = {}  # name -> list or error message
     is_example = False  # whether the last heading introduces an example
     position = 0
     while mark := MARK.search(text, position):
@@ -563,8 +576,9 @@ def parse(
     return workflow
 
 
-# Matches the text after a list if the list is only part of an expression, such as "* 6" in [0] * 6
-# or "[:1]" in [0, 1][:1]. An asterisk without a factor is taken for Markdown and does not match.
+# Matches what follows a list that is only part of an expression, such as " * 6" in [0] * 6 or the
+# second "[" in [0, 1][:1]. An asterisk that no factor follows is taken for Markdown, and does not
+# match.
 COMPUTED = re.compile(
     r"""\[|\.\w+\(|[ \t]*(?:\\?[*×][ \t]*(?:\d|\w+(?:\(|[ \t]*(?:[,\n]|$)))
     |\+[ \t]*[\w(\["']|if\b[^\n]{0,80}\belse\b)""",
@@ -575,7 +589,8 @@ COMPUTED = re.compile(
 def read_list(text: str, start: int) -> tuple[list | str, int]:
     """Parse the list whose opening bracket is text[start].
 
-    The list may contain only strings, numbers, None, brackets, parentheses and commas.
+    The list may contain only strings, numbers without a sign, None or null, brackets, parentheses,
+    commas and comments.
 
     Returns:
         The list, or a str that says what is wrong with it; and the position from which the search
@@ -591,7 +606,8 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         if token["quote"]:
             pieces.append(repr(string_value(token)))
         else:
-            # Write any white space and comment as a space; Python accepts only ASCII white space.
+            # Replace white space and comments by a space. Python rejects some white space, such as
+            # a no-break space.
             pieces.append("None" if token["nothing"] else token["atom"] or " ")
         depth += (token[0] in "[(") - (token[0] in "])")
         if depth == 0 or depth > 3:
@@ -608,7 +624,7 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         return "this is no Python list", end
 
 
-# Matches a backslash in a string and the characters it applies to: the first letter of a LaTeX
+# Matches a backslash in a string and the characters it applies to: the first character of a LaTeX
 # command whose backslash was not escaped (latex), the hexadecimal code of a character (code), or a
 # single character (plain). \n and \t count as LaTeX only if they begin a known command, and \r only
 # if a letter follows.
@@ -625,9 +641,9 @@ CONTROL = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
 
 
 def string_value(token: re.Match) -> str:
-    """Return the value of a Python or JSON string literal.
+    r"""Return the text that a model means by a Python or JSON string literal.
 
-    Models often forget to escape LaTeX, so \\theta is kept instead of becoming a tab and "heta".
+    Models often forget to escape LaTeX, so \theta is kept instead of becoming a tab and "heta".
     """
     has_latex = any(escape["latex"] for escape in ESCAPE.finditer(token["body"]))
 
@@ -653,11 +669,12 @@ def call_worker(rollout: Rollout, i: int) -> Reply:
 
     The worker gets a chat: the turns before the question, then two turns for each earlier step that
     the worker sees (that step's subtask and response), then a turn with the worker's own subtask.
+    In a further round, "all" also shows the last step of the previous rounds, which comes first.
     The question is prepended to the first subtask in the chat.
     """
     steps = rollout.workflow.steps
     past = [(steps[j].subtask, rollout.replies[j].text) for j in steps[i].access]
-    if steps[i].wrote_all and rollout.previous:  # "all" also shows the previous answer (§3.2).
+    if steps[i].wrote_all and rollout.previous:  # Show the previous answer, too (§3.2).
         last = [earlier for earlier in rollout.previous.rounds() if earlier.replies][-1]
         past.insert(0, (last.workflow.steps[-1].subtask, last.answer))
 
@@ -677,7 +694,7 @@ def call_worker(rollout: Rollout, i: int) -> Reply:
 
 
 def call_id(rollout: Rollout, step: int | str) -> str:
-    """Return the id under which Replay looks up a call, or "" if the rollout is not replayed."""
+    """Return the id under which Replay looks up a call, or "" if the call is never replayed."""
     if not rollout.call_prefix:
         return ""
     round_number = len(rollout.rounds()) - 1
@@ -689,7 +706,7 @@ class Threads:
 
     Neither of Python's own thread pools is suitable. multiprocessing's ThreadPool starts all its
     threads at once, so it fails if the system allows fewer. With concurrent.futures, a program
-    cannot exit until the last call is answered.
+    cannot exit before the last call has been answered.
     """
 
     def __init__(self, limit: int):
@@ -709,7 +726,7 @@ class Threads:
             try:
                 threading.Thread(target=self.work, daemon=True).start()
                 self.started += 1
-            except RuntimeError:  # The system allows no more, so an existing thread takes the job.
+            except RuntimeError:  # The system allows no more; a started thread takes the job.
                 if not self.started:
                     raise
 
@@ -727,7 +744,8 @@ class Threads:
             except BaseException as error:  # Without a result, the caller would wait forever.
                 result = RuntimeError(f"{function} raised {error!r}")
             tell(result)
-            # Free these objects now. Otherwise they would stay in memory until the next job.
+            # Free these objects now. Otherwise they would stay in memory until this thread gets
+            # its next job.
             del function, arguments, tell, result
 
 
@@ -739,7 +757,7 @@ THREADS = Threads(512)
 def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
     """Parse, run and judge a written rollout, as a generator whose caller runs the jobs.
 
-    A job is a call of a worker or of the judge. The generator yields a list of jobs that can start
+    A job is a call to a worker or to `judge`. The generator yields a list of jobs that can start
     now, each as (step, function, arguments). Whenever a job is done, the caller sends
     (step, result), and the generator yields the next list, which may be empty. If a job raises an
     exception, the exception is the result. The judge's job has the step None. For example, if
@@ -752,7 +770,7 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
     """
     # Parse.
     if rollout.error:
-        return  # The Conductor failed, so nothing was written.
+        return  # The writer failed, so there is no workflow.
     if not rollout.workflow:
         workers = rollout.workers or len(rollout.pool)
         may_keep_answer = rollout.previous is not None
@@ -801,9 +819,10 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
 
 
 def failed_call(error: Exception) -> WorkerError:
-    """Return the WorkerError that caused an exception, or raise the exception if there is none.
+    """Return the WorkerError behind an exception, or raise the exception if there is none.
 
-    A grader that calls an LLM judge may wrap the judge's WorkerError in a different exception.
+    The exception may be the WorkerError itself. But a grader that calls an LLM judge may wrap the
+    judge's WorkerError in a different exception.
     """
     related = [error]
     for one in related:  # The list grows during the search.
@@ -829,19 +848,20 @@ def roll_out(
     Each workflow starts as soon as it is written, while other workflows are still being written.
 
     Args:
-        rollouts: Rollouts whose questions, pools and problems are set.
+        rollouts: Rollouts whose questions and pools are set, and the problems if there is a judge.
         write: A writer (see "Writers" below), or None if the workflows are already set.
         prompting: How the Conductor is prompted.
-        judge: judge(problem, answer) returns what is wrong with an answer, or "" if it is right. If
-            None, answers are not judged.
+        judge: judge(problem, answer) returns what is wrong with an answer, or "" if it is right.
+            Runs in a thread. If None, answers are not judged.
         edit: edit(workflow) returns the workflow to run instead, for ablations.
         call: call(rollout, i) calls the worker of step i and returns its reply. Runs in a thread.
         on_end: on_end(rollout) is called as soon as a rollout is finished.
         timeout: The number of seconds that a written rollout may take before it counts as lost.
 
     Raises:
-        Any exception that a call or the judge raises, unless a WorkerError caused it. After a
-            WorkerError, only the one rollout is lost, and the others continue.
+        Any exception that `write`, `edit`, `call` or `judge` raises. But if a WorkerError caused an
+            exception in `call` or `judge`, only its rollout is lost, and the others continue.
+        ValueError: A given or edited workflow has an invalid worker or access list.
     """
     events = queue.SimpleQueue()  # from the threads: (rollout, (step, result or exception))
     running = {}  # id(rollout) -> (rollout, its generator, start time), oldest first
@@ -905,10 +925,11 @@ def conduct(
         write: A writer (see "Writers" below).
         rollouts: One rollout for each question, not yet written.
         extra_rounds: The maximum number of rounds after the first (§3.2). A question gets fewer if
-            the Conductor keeps an answer by writing empty lists, or writes no valid workflow.
+            the Conductor keeps an answer by writing empty lists, if it writes no valid workflow, or
+            if a round is lost.
         prompting: How the Conductor is prompted.
-        tries: How many times the Conductor may try to write a valid workflow. Each further try
-            increases `number` by 1, so that different tokens are sampled.
+        tries: How many times per round the Conductor may try to write a valid workflow. Each
+            further try increases `number` by 1, so that different tokens are sampled.
         settings: Further arguments for roll_out.
     """
     # Conduct one round. Try again if a workflow is invalid.
@@ -920,8 +941,8 @@ def conduct(
         pending = [rollout for rollout in last if not rollout.workflow and not rollout.error]
         roll_out(pending, write, prompting, **settings)
 
-    # Conduct further rounds for the questions that workers answered in this round. If the Conductor
-    # then writes no valid workflow, keep this round.
+    # Conduct further rounds for the questions that workers answered in this round. If the next
+    # round has no valid workflow, keep this one.
     open_ended = [i for i, rollout in enumerate(last) if rollout.replies and not rollout.error]
     if extra_rounds and open_ended:
         asked = [replace(rollouts[i], previous=last[i]) for i in open_ended]
@@ -938,23 +959,25 @@ def conduct(
 # as the Conductor has written a workflow or failed, the writer sets the rollout's `written` or
 # `error`, and yields the rollout.
 
-LONGEST_TOKEN = 16  # characters; the average token is shorter than this in every language
+LONGEST_TOKEN = 16  # characters; the tokens of ordinary text are shorter on average
 
 
 def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
     """Return a writer that samples workflows from a local model.
 
-    Each workflow depends only on the seed, the prompt and the rollout's number, and not on the
-    other rollouts in the batch.
+    Each workflow depends only on the seed, the prompt and the rollout's number, and not on rollouts
+    with other prompts in the batch. If a batch holds rollouts with the same prompt, but different
+    call prefixes, each prefix gets different workflows.
     """
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
     def write(rollouts):
-        # Group rollouts that share a prompt, so that the model reads the prompt only once.
+        # Group rollouts that share a prompt, so that the model does not read the prompt anew for
+        # every rollout.
         groups = collections.defaultdict(list)
         for rollout in rollouts:
             chat = conductor_chat(rollout, prompting)
-            # Do not even tokenize a chat that is certainly too long.
+            # Do not even tokenize a chat that is far too long.
             is_huge = len(str(chat)) > LONGEST_TOKEN * room
             if not is_huge:
                 rollout.prompt_ids = tokenizer.chat(chat)
@@ -964,7 +987,7 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
             else:
                 groups[rollout.call_prefix, tuple(rollout.prompt_ids)].append(rollout)
 
-        # Sample all groups of the same size in one batch.
+        # generate_each takes one n for all prompts, so sample groups of the same size together.
         for n in {len(group) for group in groups.values()}:
             batch = [group for group in groups.values() if len(group) == n]
             completions = generate_each(
@@ -992,8 +1015,9 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
 def worker_writer(worker, prompting: Prompting):
     """Return a writer that lets a worker act as the Conductor (Table 11).
 
-    The worker was not trained on the pool, so its prompt shows the workers' names and notes. As in
-    the paper, its token limit is doubled, up to 8,192. A limit that already exceeds 8,192 is kept.
+    The worker was not trained with the pool, so its prompt shows all workers' names and notes. As
+    in the paper, the worker's token limit is doubled, but to at most 8,192. A limit that already
+    exceeds 8,192 is kept.
     """
     doubled = {
         name: max(limit, min(2 * limit, 8192))
@@ -1033,8 +1057,8 @@ def take(n: int, results: queue.SimpleQueue) -> Iterator:
 def strip(rollout: Rollout, **changes) -> Rollout:
     """Return a copy of a rollout and its previous rounds without their pools and problems.
 
-    Pools and problems can neither be sent to other ranks nor be written to a file. `changes` are
-    new values for other fields, and apply to all rounds.
+    Pools can neither be sent to other ranks nor be written to a file, and the receiver already has
+    the problems. `changes` are new values for other fields, and apply to all rounds.
     """
     previous = rollout.previous and strip(rollout.previous, **changes)
     return replace(rollout, pool=[], problem=None, previous=previous, **changes)
@@ -1060,7 +1084,7 @@ def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
 def rollout_from_json(values: dict) -> Rollout:
     """Rebuild a rollout from the dict that rollout_to_json returned.
 
-    The old names of some keys, from earlier versions of this program, are also read.
+    Some keys may also have the names that they had in earlier versions of this program.
     """
     old_keys = {"name": "call_prefix", "prompt": "prompt_ids", "problem": "problem_id"}
     values = {old_keys.get(key, key): value for key, value in values.items()}
@@ -1074,7 +1098,7 @@ def rollout_from_json(values: dict) -> Rollout:
 
 
 def view(rollout: Rollout) -> str:
-    """Return a text that shows a rollout: the steps of all rounds, the answer and the totals."""
+    """Describe a rollout as text: the steps of all rounds, the answer, totals and the verdict."""
     lines = [f"Question: {rollout.question}"]
     for number, one in enumerate(rollout.rounds()):
         steps = one.workflow.steps if one.workflow else []
@@ -1112,13 +1136,17 @@ def view_step(rollout: Rollout, i: int) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Replace characters that control a terminal or reverse the writing direction with U+FFFD."""
+    """Return a text with U+FFFD in place of each character that could do harm on a terminal.
+
+    These are control characters (except tab and newline), characters that override the writing
+    direction, and lone surrogates, which cannot be printed.
+    """
     commands = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
 
 
 def show(file: str, number: int | str | None = None) -> str:
-    """Return one line per rollout in a JSON Lines file, or the full view of line `number`."""
+    """Return a line per rollout in a JSON Lines file, or a view of the rollout on line `number`."""
     rows = []
     for i, rollout in enumerate(read_rollouts(file)):
         if str(i) == str(number):
@@ -1135,8 +1163,8 @@ def show(file: str, number: int | str | None = None) -> str:
 def read_rollouts(file: str) -> Iterator[Rollout]:
     """Yield the rollouts in a JSON Lines file.
 
-    Raises ValueError if the file is missing or empty, or if a line is not a rollout; the message
-    names the line.
+    Raises ValueError if the file is missing, empty or a folder, or if a line holds no rollout; the
+    message then names the line.
     """
     traces = sorted(pathlib.Path(file).rglob("[0-9]*.jsonl"))
     if traces:
@@ -1161,10 +1189,11 @@ def read_rollouts(file: str) -> Iterator[Rollout]:
 
 
 def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
-    """Return at most n few-shot examples, made from rollouts that are right, one per question.
+    """Return at most n few-shot examples, made from right rollouts of different questions.
 
-    To vary the workers, each choice is the first rollout whose sequence of workers has been chosen
-    least often so far.
+    Rollouts that have a previous round or earlier chat turns are left out, because an example shows
+    neither. To vary the workers, each choice is the first rollout whose sequence of workers has
+    been chosen least often so far.
     """
     left = []
     for rollout in rollouts:
@@ -1182,11 +1211,11 @@ def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
 
 
 def as_example(rollout: Rollout) -> dict:
-    """Convert a rollout to an example. Its plan is the text before the lists in `written`."""
+    """Convert a rollout to an example. The plan is the text before the first list in `written`."""
     written = rollout.written.rpartition("</think>")[2]  # without the model's thoughts
     mark = MARK.search(written)
     plan = written[: mark.start()] if mark else ""
-    # Drop the marks that open a code block or a bold name.
+    # Drop the marks that open a code block, a JSON object, a list item or a bold name.
     plan = plan.partition("```")[0].strip(" \n*-#{\"'`")
     return {
         "question": rollout.question,
@@ -1196,7 +1225,10 @@ def as_example(rollout: Rollout) -> dict:
 
 
 def read_examples(file: str) -> list[dict]:
-    """Return all examples in a file as one list. Raises ValueError if an example is invalid."""
+    """Return all examples in a JSON file as one list.
+
+    Raises ValueError if the file holds no JSON object, or if an example is invalid.
+    """
     examples = []
     try:
         for one_set in read_json(file).values():
@@ -1213,16 +1245,15 @@ def read_examples(file: str) -> list[dict]:
 
 
 def save_prompting(folder: str, prompting: Prompting, pool: str, names: list[str]):
-    """Write the prompting, the pool's spec and the workers' names to conductor.json."""
+    """Write the prompting, the pool's spec and the workers' names to a folder's conductor.json."""
     values = asdict(prompting) | {"pool": pool, "workers": names}
     write_json(os.path.join(folder, "conductor.json"), values)
 
 
 def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
-    """Return the prompting, the pool's spec and the workers' names from conductor.json.
+    """Return the prompting, the pool's spec and the workers' names from a checkpoint.
 
-    For a checkpoint without conductor.json, such as a base model, returns default prompting, "" and
-    no names.
+    A checkpoint without conductor.json, such as a base model, gives Prompting(), "" and [].
     """
     file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
     if not os.path.exists(file):
@@ -1258,11 +1289,16 @@ def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
 def choose_pool(checkpoint: str, pool: str) -> str:
     """Return the spec of the pool to use with a Conductor.
 
+    Args:
+        checkpoint: The Conductor.
+        pool: The spec that the user has given, or "" for the local pool that the Conductor was
+            trained with.
+
     Raises:
-        ValueError: The pool does not match the one that the Conductor was trained with; or no pool
-            is named, and the Conductor was trained with a pool that is not local. The user must
-            name such a pool, so that a downloaded checkpoint cannot decide which hosts receive the
-            questions and get paid.
+        ValueError: There is no such checkpoint; or the Conductor cannot work with the pool; or no
+            spec is given, although the Conductor was trained with a pool that is not local. Such a
+            pool must be named by the user, so that a downloaded checkpoint cannot decide which
+            hosts receive the questions and get paid.
     """
     try:
         prompting, trained_spec, names = read_prompting(checkpoint)
@@ -1280,7 +1316,7 @@ def choose_pool(checkpoint: str, pool: str) -> str:
     is_local = {trained_spec, spec} <= {*LOCAL}
 
     def places(names: list[str]) -> list[str]:
-        # In the local pools, compare only trades: a "tired coder" may take the place of a "coder".
+        # If both pools are local, compare only trades: a "tired coder" may replace a "coder".
         return [name.split()[-1] for name in names] if is_local else names
 
     # If the prompt shows notes, any workers that have notes will do. If not, the Conductor knows
@@ -1312,9 +1348,10 @@ def numbers_of(names: str, pool: list) -> list[int]:
 
 # ---- The server ----------------------------------------------------------------------------------
 #
-# Three kinds of threads serve a request. The request's own thread is the only one that writes to
-# the client, `conduct` runs in a thread of Service.conducting, and workers are called in threads of
-# THREADS. No thread waits for a thread of the same kind, so requests cannot deadlock.
+# Three kinds of threads serve a request. The connection's own thread is the only one that writes to
+# the client. It waits for a thread of Service.conducting, which runs `conduct`. That thread in turn
+# waits for threads of THREADS, which call the workers and wait for neither of the other two kinds.
+# Requests therefore cannot deadlock.
 
 CONDUCTING = 256  # the maximum number of requests that are conducted at the same time
 WAITING = 1024  # the maximum number of further requests that wait for their turn
@@ -1349,14 +1386,14 @@ NOBODY_WAITS = "stopped, as nobody waits for the answer"
 
 
 class ConductorHandler(Handler):
-    """Answer chat requests with workflows of one or more rounds, and serve the web page."""
+    """Answer chat requests by running workflows, and serve the web page."""
 
     models = ["conductor", "conductor-recursive"]
     public_paths = ("/",)
-    write_failed = False  # whether a write has failed because the client had disconnected
+    write_failed = False  # whether writing to the client has failed
 
     def page(self, path: str):
-        """Return the content at a path: the web page, its data, or what the base class serves."""
+        """Return the content at a path: the page, the run that it shows, or what Handler serves."""
         service = self.server.service
         if path == "/":
             with open(os.path.join(ASSETS, "page.html"), "rb") as file:
@@ -1390,9 +1427,10 @@ class ConductorHandler(Handler):
             self.log(body["model"], outcome, last, time.monotonic() - started)
 
     def question(self, messages: list[dict]) -> Rollout:
-        """Return a rollout of the last user message, with the other messages as its context.
+        """Return a rollout that asks the last user message, with other messages as its context.
 
-        Assistant messages after it are left out: they begin an answer, which is written anew.
+        Assistant messages after the last user message are left out: they are the beginning of an
+        answer, and the answer is written anew.
         """
         service = self.server.service
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
@@ -1411,10 +1449,13 @@ class ConductorHandler(Handler):
         )
 
     def conduct_and_stream(self, asked: Rollout) -> Rollout:
-        """Conduct a question in another thread, stream its steps, and return the last round."""
+        """Conduct a question in another thread, and return the last round.
+
+        If the client wants a stream, send it the steps while they run.
+        """
         service = self.server.service
-        # Receives an event whenever a step starts or ends, and finally the last round or an
-        # exception.
+        # Receives an event when a step starts and when its reply comes, and finally the last round
+        # or an exception.
         events = queue.SimpleQueue()
 
         def call(rollout, i):
@@ -1452,7 +1493,7 @@ class ConductorHandler(Handler):
                 self.stream(event)
 
     def stream(self, event: dict | None):
-        """Send an event as reasoning text, which front ends show, or a keep-alive if it is None."""
+        """Send an event as reasoning text, which front ends show, or send a keep-alive for None."""
         if self.hung_up():
             return
         try:
@@ -1464,11 +1505,14 @@ class ConductorHandler(Handler):
             self.write_failed = True
 
     def hung_up(self) -> bool:
-        """Return whether the client has disconnected."""
+        """Return whether the client has disconnected or cannot be reached."""
         return self.write_failed or super().hung_up()
 
     def answer_with(self, last: Rollout):
-        """Send the answer of the last round that has one, or raise Refusal if no round does."""
+        """Send the answer of the last round that has one, or raise Refusal if no round does.
+
+        Raises ConnectionAbortedError if the client has hung up.
+        """
         if self.hung_up():
             raise ConnectionAbortedError
         answered = last
@@ -1478,8 +1522,8 @@ class ConductorHandler(Handler):
             sentence = answered.error or f"the Conductor wrote no workflow: {answered.invalid}"
             status, code = next(ERRORS[part] for part in ERRORS if part in sentence)
             if status == 502 and self.body.get("stream"):
-                # Some proxies replace the body of a 502, so the client would not see the sentence.
-                # Start the stream instead (with status 200), which then carries the error.
+                # Some proxies replace the body of a 502, so the client would not see the reason.
+                # Start the stream first, with status 200; it then carries the error.
                 self.send_comment("the workflow failed")
             raise Refusal(status, sentence, code)
 
@@ -1499,10 +1543,13 @@ class ConductorHandler(Handler):
         self.reply(answered.answer, finish, usage, workflow=workflow)
 
     def log(self, model: str, outcome: str, last: Rollout | None, seconds: float):
-        """Print a line to stderr: model, outcome, steps, seconds, dollars and remaining budget."""
+        """Print a line about a request: model, outcome, steps, seconds, dollars, budget left.
+
+        The line goes to stderr. It has no steps, seconds and dollars if there is no last round.
+        """
         parts = [f"{model}: {outcome}"]
         if last:
-            # If a worker conducts, the budget also pays for its calls, but this cost excludes them.
+            # The budget also pays for the calls of a worker that conducts. This cost excludes them.
             cost = "unknown cost" if last.cost is None else f"${last.cost:.4f} for the steps"
             parts += [f"{last.calls} steps", f"{seconds:.1f} s", cost]
         budget = self.server.service.pool[0].budget
@@ -1514,7 +1561,7 @@ class ConductorHandler(Handler):
 
 
 def event_of(rollout: Rollout, i: int, reply: Reply | None = None) -> dict:
-    """Return the event that step i has started or, if there is a reply, that it has ended."""
+    """Return an event that reports the start of step i or, if there is a reply, that reply."""
     place = {"round": len(rollout.rounds()) - 1, "step": i}
     if reply:
         return place | {"reply": reply.text, "seconds": reply.seconds, "cost": reply.cost}
@@ -1540,14 +1587,15 @@ def in_words(event: dict) -> str:
 def run_page(run: str, path: str) -> dict | list | None:
     """Return the part of a run's data at a path: settings, metrics or an iteration's rollouts.
 
-    For any other path, return None, so that no other file can be read.
+    For any other path, return None, so that no other file can be read. Raises Refusal if the data
+    are missing or damaged.
     """
     traces = re.fullmatch(r"/run/traces/(\d{1,9})", path)
     names = {"/run/settings": "settings.json", "/run/metrics": "metrics.jsonl"}
     if not traces and path not in names:
         return None
     name = f"traces/{int(traces[1]):05d}.jsonl" if traces else names[path]
-    # Read NaN as null, because a browser's JSON parser rejects NaN.
+    # Read NaN and Infinity as null, because browsers' JSON parsers reject them.
     read = functools.partial(json.loads, parse_constant=lambda name: None)
     try:
         file = pathlib.Path(run, name).resolve()
@@ -1564,10 +1612,10 @@ def run_page(run: str, path: str) -> dict | list | None:
 
 
 def share_batches(write):
-    """Return a writer that many threads can call. Their rollouts are written in shared batches.
+    """Return a writer that many threads can call at once; it writes their rollouts in batches.
 
-    A single background thread calls `write`, each time with all the rollouts that are waiting. The
-    batch does not affect what is written (see model_writer).
+    A single background thread calls `write`, each time with all the rollouts that are waiting. What
+    model_writer writes for a request does not depend on the other requests in the batch.
     """
     waiting = queue.SimpleQueue()  # (rollout, the queue that gets the rollout once it is written)
 
@@ -1636,7 +1684,7 @@ class Settings:
     pool: str = flag(
         "",
         "the workers: local, a name in assets/pools/, or a JSON file; if empty, the local pool "
-        "that the Conductor was trained with",
+        "that the checkpoint was trained with or, with --conductor, local",
     )
     only: str = flag(
         "", "comma-separated names of the workers that may be used; if empty, all of them"
@@ -1649,13 +1697,13 @@ class Settings:
         "serve: only the model conductor-recursive has them, and 0 means 1",
     )
     temperature: float = flag(
-        0.2, "the Conductor's sampling temperature; 0: always take the most likely token"
+        0.2, "the checkpoint's sampling temperature; 0: always take the most likely token"
     )
     port: int = flag(8400, "with serve: the port; 0: any free one")
     host: str = flag(
         "127.0.0.1",
-        "with serve: the address to listen on; set $CONDUCTOR_API_KEY if other machines can reach "
-        "it",
+        "with serve: the address to listen on; one that other machines can reach requires a key in "
+        "$CONDUCTOR_API_KEY",
     )
     run: str = flag("", "with serve: the folder of a training run that the page shows")
     examples: bool = flag(False, "with show: print few-shot examples for train.py --examples=FILE")
@@ -1680,7 +1728,7 @@ def show_words(words: list[str], examples: bool) -> str:
 
 
 def question_of(words: list[str]) -> str:
-    """Return the question from the command line or, if it has no words, from standard input."""
+    """Return the question: the words of the command line or, without words, standard input."""
     text = " ".join(words)
     if not words and sys.stdin and not sys.stdin.isatty():
         text = sys.stdin.read()
@@ -1751,7 +1799,7 @@ def answer(asked: Rollout, write, prompting: Prompting, extra_rounds: int):
     [rollout] = conduct(write_aloud, [asked], extra_rounds, prompting, call=call)
     print(view(rollout), flush=True)
     calls = sum(worker.calls for worker in asked.pool)
-    if calls > rollout.calls:  # A worker conducted. Also print the totals with its calls.
+    if calls > rollout.calls:  # A worker conducted. Print the totals that include these calls.
         spent = [worker.spent for worker in asked.pool]
         cost = "unknown cost" if None in spent else f"${sum(spent):.4f}"
         print(f"with the Conductor's: {calls} calls, {cost}", flush=True)
