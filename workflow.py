@@ -118,8 +118,8 @@ class Rollout:
     # The verdict
     right: bool | None = None  # False also if `written` is invalid; None: lost or not judged
     failure: str = ""  # what is wrong with the answer, in the grader's words
-    # The reward of §3.1, set by train.py. None: the rollout is lost, or its cost is unknown although
-    # --cost_weight is set.
+    # The reward of §3.1, set by train.py. None: the rollout is lost, or its cost is unknown
+    # although --cost_weight is set.
     reward: float | None = None
     advantage: float = 0.0  # the A of Eq. 1, set by grpo.py or train.py
     # The share of wrong rollouts among those of this rollout's group that have a reward; set by

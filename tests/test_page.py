@@ -1,7 +1,7 @@
-"""assets/page.html in headless Chromium: what it shows is compared with what the server has sent.
+"""Tests that assets/page.html, in headless Chromium, shows what the server has sent.
 
 The browser is driven over WebDriver's HTTP interface (w3.org/TR/webdriver2). The server is the real
-one; its Conductor writes prepared workflows, and its workers are functions.
+one, but its Conductor writes prepared workflows, and its workers are Python functions.
 """
 
 import base64
@@ -28,7 +28,7 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync"
 ).split()
-ENTER = "\ue007"  # WebDriver's code for the key
+ENTER = "\ue007"  # WebDriver's code for the Enter key
 
 
 class Browser:
@@ -96,7 +96,10 @@ def browser():
 
 
 def served(pool, *workflows, **settings):
-    """Serve a Conductor that writes these workflows (lists of steps) in turn; yield the URL."""
+    """Serve a Conductor that writes these workflows in turn, then repeats the last.
+
+    Each workflow is a list of steps. Returns a context manager that yields the server's URL.
+    """
     texts = [as_lists(Workflow([Step(*step) for step in steps])) for steps in workflows]
     return players.served(pool, *texts, **settings)
 
@@ -141,7 +144,7 @@ def test_markup_in_a_reply_is_shown_as_text(browser):
 
 
 def ask_recursively(browser, url: str):
-    """Choose the Conductor that may write a second round, ask a question, and await the answer."""
+    """Let the Conductor write a second round, ask the page's example question, await the answer."""
     browser.open(url)
     browser.wait_for("document.querySelector('#model').options.length > 1")
     browser.run("document.querySelector('#model').value = 'conductor-recursive'")

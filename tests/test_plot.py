@@ -1,4 +1,4 @@
-"""assets/plot.py as a command: pictures of runs and evaluations, and errors that are sentences."""
+"""Tests that assets/plot.py draws runs and evaluations, and explains errors in a sentence."""
 
 import json
 import os
@@ -15,7 +15,7 @@ SCRIPT = os.path.join(
 
 @pytest.fixture
 def plot(tmp_path):
-    """Run the script in a folder that holds a run of two iterations and an evaluation."""
+    """Return a function that runs the script in a folder of made-up runs and evaluations."""
     step = {"worker": 0, "subtask": "Think.", "access": []}
     rollout = {
         "question": "What is $x$?",
@@ -78,7 +78,7 @@ def test_a_picture_comes_out(plot, tmp_path, words, file):
     done = plot(*words.split())
     assert (done.returncode, done.stderr) == (0, b"") and done.stdout.decode().endswith(file + "\n")
     assert (b"mean 50.0%" in done.stdout) == ("run run/" in words)
-    if file == "all.svg":  # the legend distinguishes the Conductors of several files
+    if file == "all.svg":  # The legend names each Conductor by its file.
         drawn = (tmp_path / file).read_bytes()
         assert b"<!-- n -->" in drawn and b"<!-- tests -->" in drawn
     assert (tmp_path / file).read_bytes()[:5] == (

@@ -1,6 +1,6 @@
-"""Prompts, runs, further rounds, writers and commands, compared with what was written by hand.
+"""Tests of prompts, runs, further rounds, writers, files and commands.
 
-The workers are Python functions.
+Most workers are Python functions. Some commands use the laptop world's workers.
 """
 
 import json
@@ -61,7 +61,10 @@ def one_step() -> Workflow:
 
 
 def writer(*texts):
-    """Return a writer that writes these texts in turn and records the chats that it answers."""
+    """Return a writer that writes these texts in turn.
+
+    Its attribute `chats` collects the chats that would ask a Conductor for them.
+    """
     left = list(texts)
 
     def write(rollouts):
@@ -84,7 +87,7 @@ def test_the_full_prompt_has_the_rules_the_examples_the_question_and_the_models(
     assert text.endswith("Question: How many?\n\nModels: Model 0, Model 1, Model 2")
     shown = text.split("Example question: ")[1:]
     assert len(shown) == 4
-    for example in shown:  # Each example is a workflow of these models.
+    for example in shown:  # Each example's workflow names only these models.
         assert all(step.worker < 3 for step in parse(example, 3, max_steps=4).steps)
     assert "Example" not in messages("How many?", 3, prompt_style="zero-shot")[0]["content"]
     assert messages("How many?", 3, prompt_style="in") != messages(
@@ -185,7 +188,7 @@ def test_a_worker_sees_the_question_the_steps_it_may_see_and_its_subtask():
 
 
 def test_no_turn_that_a_worker_gets_is_empty():
-    """Anthropic's API refuses empty turns. Open WebUI sends one for an answer that failed."""
+    """Anthropic's API refuses empty turns, but Open WebUI sends one for an answer that failed."""
     pool = [Player("a", lambda m: " \n")]
     rollout = Rollout("Why?", pool, workflow=Workflow([Step(0, "", []), Step(0, "", [0])]))
     for role in ("system", "user", "assistant"):
@@ -198,7 +201,7 @@ def test_no_turn_that_a_worker_gets_is_empty():
 
 
 def test_steps_that_do_not_see_one_another_run_at_the_same_time():
-    together = threading.Barrier(3)  # passed only by three at once
+    together = threading.Barrier(3)  # opens only once three threads wait
 
     def meet(messages):
         together.wait(timeout=60)
@@ -280,7 +283,7 @@ def wrap_twice(problem, answer):
     try:
         wrap(problem, answer)
     except ValueError:
-        raise RuntimeError("no verdict") from None  # __context__ is still set.
+        raise RuntimeError("no verdict") from None  # Python still sets __context__.
 
 
 def fail_while_handling(problem, answer):
@@ -374,7 +377,7 @@ def test_rounds_go_on_until_empty_lists_keep_the_answer():
     assert rollout.answer == "42"
     assert len(rollout.rounds()) == 3
     assert rollout.calls == 2
-    said = [turn["content"] for turn in pool[0].asked[1]]  # "all" shows the last answer too
+    said = [turn["content"] for turn in pool[0].asked[1]]  # "all" also shows the first round
     assert said == ["Question:\nq\n\nYour task:\nSolve it.", "41", "Your task:\nCheck."]
     assert len(write.chats[2]) == 5
 
@@ -637,7 +640,7 @@ def test_a_question_may_come_from_standard_input_for_a_part_of_the_pool(tmp_path
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory) -> str:
-    """Return a trace file of two rollouts, of which the first is right."""
+    """Return the path of a trace file with two rollouts; the first is right."""
     pool = [Player("a", lambda m: "41")]
     rollouts = [execute(Workflow([Step(0, "Solve it.", [])]), f"q{i}", pool) for i in range(2)]
     rollouts[0].right = True
@@ -647,7 +650,7 @@ def trace(tmp_path_factory) -> str:
 
 
 QUOTED = 'python workflow.py "a question"'
-WRONG = {  # words: what the error says
+WRONG = {  # the words of a command line -> a part of the error message
     (): QUOTED,
     ("",): QUOTED,
     ("help",): "--help",
@@ -745,7 +748,7 @@ def test_show_lists_rollouts_and_shows_one(tmp_path):
     with pytest.raises(ValueError, match="line 0, holds no rollout"):
         show(str(file))
     file.write_text(json.dumps(rollout_to_json(rollouts[0])) + '\n{"question":')
-    assert "Question: q0" in show(str(file), 0)  # The cut-off line is not read.
+    assert "Question: q0" in show(str(file), 0)  # The cut-off line comes later, so it is not read.
     with pytest.raises(ValueError, match="line 1, holds no rollout"):
         show(str(file))
     file.write_text("")

@@ -1,4 +1,4 @@
-"""Reading a workflow from a model's text, compared with the lists that a careful reader takes."""
+"""Tests that `parse` finds in a model's text the workflow that a careful reader would find."""
 
 import json
 import random
@@ -80,7 +80,8 @@ A2 = "access_list = [['all']]\n"
 FIRST = Step(1, "Solve it.", [])
 SECOND = Step(2, "Look it up.", [])
 
-# The lists of two attempts, in the order of the text -> the workflow that they form.
+# A description of two attempts -> (the text with their lists, the only step of the workflow that
+# must be found in the text).
 ATTEMPTS = {
     "the second is cut off, in the prompt's order": (S + M + A + M2 + S2, FIRST),
     "the second is cut off, in another order": (A + S + M + S2 + M2, FIRST),
@@ -110,7 +111,8 @@ def test_attempts_that_are_all_cut_off_make_no_workflow(text):
         parse(text, 4)
 
 
-# The second element of access_list -> the steps that the second step sees.
+# The second element of access_list -> the steps that the second step sees, or WorkflowError if the
+# element is invalid.
 ACCESS = {
     '["All"]': [0],
     '["ALL"]': [0],
@@ -214,7 +216,7 @@ def test_another_list_is_one_more_row(monkeypatch):
     assert "- a limit." in workflow.messages("q", 2)[0]["content"]
 
 
-# Text -> what the error says.
+# Text -> a part of the error message.
 REFUSED = {
     "I would ask model 0.": "model_id: the list is missing",
     f"model_id = [1]\nsubtasks = ['a'\n\nQuestion: Why?\n{OTHER}": "subtasks",
@@ -260,7 +262,7 @@ def test_empty_lists_keep_the_answer_only_in_a_further_round():
     assert parse(lists("[]", "[]", "[]"), 4, allow_empty=True) == Workflow([])
 
 
-# What a model writes between double quotes -> the string that it means.
+# What a model writes between double quotes -> the subtask that the model means.
 STRINGS = {
     'Say \\"yes\\".': 'Say "yes".',
     "One line.\\nAnother.": "One line.\nAnother.",
@@ -269,7 +271,7 @@ STRINGS = {
     "Compute \\frac{1}{2} + \\sqrt{3}.": "Compute \\frac{1}{2} + \\sqrt{3}.",
     "Is x \\neq y and \\theta \\times 2?": "Is x \\neq y and \\theta \\times 2?",
     "Take \\\\frac{1}{2}.": "Take \\frac{1}{2}.",
-    # Beside a single backslash of LaTeX, two are its line break.
+    # In a string with a single LaTeX backslash, a double backslash is LaTeX's line break.
     "\\frac{a}{b} \\\\ c": "\\frac{a}{b} \\\\ c",
     "model_id = [3] is no list here": "model_id = [3] is no list here",
     "brackets ] and [ and # no comment": "brackets ] and [ and # no comment",
@@ -299,7 +301,7 @@ def test_as_lists_is_read_back_whatever_the_subtask():
         steps = [Step(2, subtask, []), Step(0, "Go on.", [0]), Step(1, subtask, [1])]
         found = parse(as_lists(Workflow(steps)), 3).steps
         assert [(s.worker, s.access) for s in found] == [(2, []), (0, [0]), (1, [1])]
-        if "\\" not in subtask:  # A single backslash may belong to LaTeX.
+        if "\\" not in subtask:  # STRINGS tests backslashes.
             assert found[0].subtask == found[2].subtask == subtask
     subtasks = as_lists(Workflow(steps)).split("\n")[1].removeprefix("subtasks = ")
     assert json.loads(subtasks) == [steps[0].subtask, "Go on.", steps[2].subtask]
@@ -370,4 +372,4 @@ def test_the_cost_of_hostile_text_does_not_grow_with_its_length(piece):
         return time.process_time() - started
 
     seconds(60_000)
-    assert seconds(2_000_000) < 20 * seconds(60_000) + 0.5  # the last 50,000 characters are read
+    assert seconds(2_000_000) < 20 * seconds(60_000) + 0.5  # only 50,000 characters are read

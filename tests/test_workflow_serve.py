@@ -1,4 +1,4 @@
-"""The server of a Conductor, over real sockets, compared with OpenAI's API reference."""
+"""Tests of the Conductor's server, over real sockets, against OpenAI's API reference."""
 
 import errno
 import inspect
@@ -71,7 +71,8 @@ def test_the_question_is_the_last_user_message_and_the_others_are_its_context():
         {"role": "assistant", "content": "You."},
     ]
     question = {"role": "user", "content": [{"type": "text", "text": "Why?"}]}
-    begun = {"role": "assistant", "content": "Because"}  # "Continue Response" sends this
+    # Open WebUI's button "Continue Response" sends the beginning of an answer.
+    begun = {"role": "assistant", "content": "Because"}
     later = {"role": "system", "content": "Hurry."}
     with served([Player("a", lambda m: seen.append(m) or "b")], write=write) as url:
         assert post(url, messages=[*turns, question]).status_code == 200
@@ -232,7 +233,7 @@ def test_a_spent_budget_is_a_402(capfd):
 
 
 def test_each_request_is_one_line_of_the_log(capfd):
-    """The line has the model, the outcome, steps, seconds, dollars, and the rest of the budget."""
+    """The line has the model, outcome, steps, seconds, dollars, and what is left of the budget."""
     worker = Player("a", lambda m: "b")
     worker.budget = Budget(1.0)
     with served([worker], chain(0, 0)) as url:
@@ -260,7 +261,7 @@ def test_a_failure_is_a_502_that_asks_not_to_pay_again(answers, texts, why):
 
 
 def hang_up(url, question, until=None):
-    """Send a request, wait for an event, and close the connection."""
+    """Send a request, wait for the event `until` if it is given, and close the connection."""
     body = json.dumps({"model": "conductor", "messages": [{"role": "user", "content": question}]})
     with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=60) as client:
         client.sendall(
@@ -284,8 +285,8 @@ def test_a_client_that_hangs_up_stops_the_workflow(capfd):
         hang_up(url, "Why?", started)
         go_on.set()
         next_one = post(url, messages=[{"role": "user", "content": "Next?"}])
-        assert next_one.status_code == 200  # the server still serves
-    assert len(second.asked) == 1  # only the second request reached it
+        assert next_one.status_code == 200  # The server still answers other clients.
+    assert len(second.asked) == 1  # The first request no longer reached this worker.
     log = capfd.readouterr().err
     assert "conductor: the client hung up, 1 steps" in log and "Traceback" not in log
 
@@ -303,7 +304,7 @@ def test_a_client_that_is_out_of_reach_has_hung_up(monkeypatch, capfd):
 
 
 def test_a_conductor_is_not_asked_again_for_a_client_that_left(monkeypatch):
-    """Its first text is no workflow, so the Conductor would be asked again if the client stayed."""
+    """The Conductor writes no workflow, so it would try again if the client stayed."""
     started, go_on, logged = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(workflow.ConductorHandler, "log", lambda *parts: logged.set())
     tries = []
@@ -324,7 +325,7 @@ def test_a_conductor_is_not_asked_again_for_a_client_that_left(monkeypatch):
 
 
 def test_more_clients_than_threads_for_calls_are_all_answered(monkeypatch):
-    """Requests have threads of their own and never occupy those that worker calls need."""
+    """Requests are conducted in separate threads, not in those that call workers."""
     monkeypatch.setattr(workflow, "THREADS", workflow.Threads(2))
     everyone_asks = threading.Barrier(8)
 
@@ -396,7 +397,8 @@ def test_one_request_too_many_is_told_when_to_come_again(monkeypatch):
         assert [one.result().status_code for one in first] == [200] * 3
         assert post(url).status_code == 200
     assert {response.status_code for response in refused} == {503}
-    # The openai client ignores more than 60 s. Clients that come back together are refused again.
+    # The openai client ignores a Retry-After of more than 60 s. The seconds must differ: if all the
+    # clients came back at once, most would be refused again.
     seconds = {int(response.headers["Retry-After"]) for response in refused}
     assert seconds <= {*range(1, 61)} and len(seconds) > 1
 
@@ -452,17 +454,17 @@ def test_prompts_that_wait_together_are_written_as_one_batch():
     assert batches == [1, 7]
     with pytest.raises(KeyError):
         ask("bad")
-    assert ask("good") == ["good"]  # the server still answers
+    assert ask("good") == ["good"]  # After an error, the writer still works.
 
 
 def workflow_queue(shared):
-    """Return the rollouts that wait for a shared writer."""
+    """Return the queue in which rollouts wait for a shared writer."""
     return inspect.getclosurevars(shared).nonlocals["waiting"]
 
 
 def test_what_is_written_does_not_depend_on_who_waits_beside():
     model, tokenizer, prompting = workflow.load_conductor(os.path.join(ASSETS, "laptop"))
-    prompting.max_new_tokens = 16  # Hot texts seldom end by themselves.
+    prompting.max_new_tokens = 16  # At a high temperature, texts seldom end by themselves.
     write = workflow.model_writer(model, tokenizer, prompting, temperature=2.0)
     questions = ["What is 6 * 7?", "Find dos * tres.", "Find dos * tres.", "Give me Lima shouted."]
 
@@ -478,7 +480,7 @@ def test_what_is_written_does_not_depend_on_who_waits_beside():
 
 
 def test_turns_of_a_chat_as_open_webui_sends_them_are_each_answered_right():
-    """The chats have a system message, earlier turns and unused tools. assets/laptop conducts."""
+    """The chats have a system message and unused tools. The Conductor in assets/laptop answers."""
     pool = load_pool("local")
     model, tokenizer, prompting = workflow.load_conductor(os.path.join(ASSETS, "laptop"))
     write = workflow.share_batches(workflow.model_writer(model, tokenizer, prompting, 0.2))
@@ -584,7 +586,7 @@ def test_serving_a_pool_that_costs_demands_a_budget(tmp_path, capsys):
 
 
 def test_requests_are_answered_where_no_thread_can_start_any_more(monkeypatch):
-    """The test lets threads for connections start, but no thread for a worker's call."""
+    """Once the server exists, only threads for connections can start."""
     start = threading.Thread.start
 
     def start_connections_only(thread):
@@ -601,7 +603,8 @@ def test_requests_are_answered_where_no_thread_can_start_any_more(monkeypatch):
 
 
 def test_the_command_serves_the_shipped_conductor_until_it_is_interrupted():
-    # A shell's background jobs ignore SIGINT, and their children inherit that.
+    # Restore the handler of SIGINT: if a shell runs the tests as a background job, the job and its
+    # child processes ignore SIGINT.
     command = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "import runpy; sys.argv = ['workflow.py', 'serve', '--port=0']; "
@@ -616,7 +619,7 @@ def test_the_command_serves_the_shipped_conductor_until_it_is_interrupted():
     )
     url = re.match(r"http://[^/]+", process.stdout.readline())[0]
     soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-    assert soft == hard  # as many open files as the system allows
+    assert soft == hard  # The server may open as many files as the system allows.
     response = post(url, messages=[{"role": "user", "content": "What is 6 * 7?"}])
     log = process.stderr.readline()
     process.send_signal(signal.SIGINT)
