@@ -67,8 +67,8 @@ class Step:
     worker: int  # the worker's number in the pool
     subtask: str  # what the worker is told to do
     access: list[int]  # numbers of the earlier steps whose subtasks and responses the worker sees
-    # Whether the step's access list is written as "all". In rounds after the first, "all" also
-    # shows the worker the last subtask and the answer of the previous round (§3.2).
+    # Whether the step's access list contains "all". In rounds after the first, "all" also shows the
+    # worker the last subtask and the answer of the previous round (§3.2).
     wrote_all: bool = field(default=False, compare=False)
 
 
@@ -121,9 +121,9 @@ class Rollout:
     # The reward of §3.1, set by train.py. None: the rollout is lost, or its cost is unknown
     # although --cost_weight is set.
     reward: float | None = None
-    advantage: float = 0.0  # the A of Eq. 1, set by grpo.py or train.py
-    # The share of wrong rollouts among those of this rollout's group that have a reward; set by
-    # grpo.py, which explains groups.
+    advantage: float = 0.0  # the advantage A in Eq. 1, set by grpo.py or train.py
+    # The share of wrong rollouts in this rollout's GRPO group, not counting those without a reward;
+    # set by grpo.py.
     wrong_share: float = 1.0
 
     @property
@@ -366,7 +366,7 @@ def messages(
         previous: The round before this one, whose answer the Conductor may keep (§3.2).
         prompt_style: See Prompting.
         notes: For each worker of the pool, a note on what it is good at. If None, the prompt shows
-            only the workers' numbers or, if it is short, perhaps only their count.
+            only the workers' numbers, or their count if it is short and `workers` is an int.
         context: The chat turns before the question. The short prompt omits them.
         examples: See Prompting. The short prompt omits the examples, too.
     """
@@ -1057,8 +1057,9 @@ def take(n: int, results: queue.SimpleQueue) -> Iterator:
 def strip(rollout: Rollout, **changes) -> Rollout:
     """Return a copy of a rollout and its previous rounds without their pools and problems.
 
-    Pools can neither be sent to other ranks nor be written to a file, and the receiver already has
-    the problems. `changes` are new values for other fields, and apply to all rounds.
+    Pools can neither be sent to other ranks nor be written to a file. Problems need not be: every
+    rank has them, and a file names their ids. `changes` are new values for other fields, and apply
+    to all rounds.
     """
     previous = rollout.previous and strip(rollout.previous, **changes)
     return replace(rollout, pool=[], problem=None, previous=previous, **changes)
@@ -1163,8 +1164,8 @@ def show(file: str, number: int | str | None = None) -> str:
 def read_rollouts(file: str) -> Iterator[Rollout]:
     """Yield the rollouts in a JSON Lines file.
 
-    Raises ValueError if the file is missing, empty or a folder, or if a line holds no rollout; the
-    message then names the line.
+    Raises ValueError if the file is missing, empty or a folder, or, naming the line, if a line
+    holds no rollout.
     """
     traces = sorted(pathlib.Path(file).rglob("[0-9]*.jsonl"))
     if traces:
@@ -1427,7 +1428,7 @@ class ConductorHandler(Handler):
             self.log(body["model"], outcome, last, time.monotonic() - started)
 
     def question(self, messages: list[dict]) -> Rollout:
-        """Return a rollout that asks the last user message, with other messages as its context.
+        """Return a rollout whose question is the last user message, with the others as context.
 
         Assistant messages after the last user message are left out: they are the beginning of an
         answer, and the answer is written anew.
@@ -1493,7 +1494,7 @@ class ConductorHandler(Handler):
                 self.stream(event)
 
     def stream(self, event: dict | None):
-        """Send an event as reasoning text, which front ends show, or send a keep-alive for None."""
+        """Send an event as reasoning text, which front ends show, or a keep-alive for None."""
         if self.hung_up():
             return
         try:
@@ -1545,7 +1546,7 @@ class ConductorHandler(Handler):
     def log(self, model: str, outcome: str, last: Rollout | None, seconds: float):
         """Print a line about a request: model, outcome, steps, seconds, dollars, budget left.
 
-        The line goes to stderr. It has no steps, seconds and dollars if there is no last round.
+        The line goes to stderr. It has no steps, seconds and dollars if nothing was conducted.
         """
         parts = [f"{model}: {outcome}"]
         if last:
