@@ -252,6 +252,11 @@ def livecodebench(code, *tests):
 
 
 @sandboxed
+def test_an_empty_function_name_means_a_program():
+    assert passes("print('hi')", ["", "hi"], fn_name="")
+
+
+@sandboxed
 @pytest.mark.parametrize(
     "code, told",
     [
