@@ -1464,7 +1464,9 @@ class Handler(BaseHTTPRequestHandler):
             self.complete(self.body)
         except (Refusal, ConnectionError, TimeoutError):
             raise
-        except Exception as bug:  # Report the bug to the client, too.
+        except Exception as bug:
+            # Report the bug to the client, too. Raising it again will close the connection.
+            self.close_connection = True
             self.fail(Refusal(500, f"{type(bug).__name__}: {bug}"))
             raise
 

@@ -440,6 +440,12 @@ def test_a_page_may_run_its_own_scripts_only():
     assert answer.headers["Content-Type"].startswith("text/html")
 
 
+def test_a_bug_ends_the_connection_and_the_answer_says_so(parrot):
+    """Without Connection: close, a client could send its next request on a dead connection."""
+    answer = raw(parrot, request(json.dumps(say("bug")).encode()))
+    assert answer.startswith(b"HTTP/1.1 500") and b"\r\nConnection: close\r\n" in answer
+
+
 def test_an_error_ends_a_stream(parrot):
     text = post(parrot, say("fail", stream=True)).text
     last = text.split("\n\n")[-2]
