@@ -1,12 +1,13 @@
 """Qwen2.5, dense Qwen3 and Llama in PyTorch: config, layers, tokenizer, Hugging Face checkpoints.
 
 The class Qwen covers all three model types. They differ in which layers have biases, in whether
-queries and keys are normalized, and in the size of a head; Config has a field for each difference.
+queries and keys are normalized, and in the size of a head. Config's fields describe these
+differences.
 
-Parameters have the same names as in Hugging Face's checkpoints, so a model's state dict can be
-saved as a checkpoint. Attention is a function, `attend`, that a caller can replace: sample.py
-passes a function with a KV cache, and grpo.py passes one for completions that share a prompt. Read
-sample.py next.
+Parameters have the same names as in Hugging Face's checkpoints. Attention is a function, `attend`,
+that a caller can replace: sample.py passes a function with a KV cache, and grpo.py passes one for
+completions that share a prompt. The command-line parser of all programs but workers.py is here,
+too. Read sample.py next.
 """
 
 import difflib
@@ -43,7 +44,7 @@ class Config:
     """A model's configuration. Fields are keys of Hugging Face's (HF) config.json unless noted.
 
     The defaults are those of Qwen2.5-7B-Instruct. If head_dim, attention_bias,
-    attention_output_bias or qk_norm is None, its value is derived from the model type.
+    attention_output_bias or qk_norm is None, __post_init__ derives it from the other fields.
     """
 
     vocab_size: int = 152064
@@ -60,7 +61,7 @@ class Config:
     head_dim: int | None = None
     attention_bias: bool | None = None  # whether q_proj, k_proj and v_proj have a bias
     attention_output_bias: bool | None = None  # whether o_proj has a bias; not a HF key
-    qk_norm: bool | None = None  # whether each head's q and k get RMSNorm; not a HF key
+    qk_norm: bool | None = None  # whether RMSNorm is applied to each head's q and k; not a HF key
     rope_scaling: dict | None = None  # for the long context of Llama 3.1; see `stretch`
 
     def __post_init__(self):
@@ -85,13 +86,14 @@ class Config:
         rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
         if not isinstance(rope, dict):
             raise ValueError(f"{file}: {rope!r} is not a description of RoPE scaling")
-        # Copy the RoPE settings to the top level, because transformers 5 stores rope_theta among
-        # them. Older files write `type` for rope_type. In a file of transformers 5, a rope_scaling
-        # was added by hand, and transformers also prefers it.
+        # Copy the RoPE settings to the top level. transformers 5 writes them, including rope_theta,
+        # to rope_parameters. Older versions write rope_theta to the top level and the rest to
+        # rope_scaling, in which rope_type may be called `type`. If a file has both, somebody has
+        # added rope_scaling by hand, so it takes precedence, as it does in transformers.
         found = found | {"rope_type": rope.get("type", "default")} | rope
         refuse_unknown(file, found)
 
-        # Keep only the settings that `stretch` uses.
+        # Keep only the settings that `stretch` uses, and rope_type for a saved config.json.
         found["rope_scaling"] = None
         if found["rope_type"] == "llama3":
             keys = ("rope_type", *LLAMA3_ROPE)
@@ -109,7 +111,8 @@ class Config:
             values[f.name] = value
         config = cls(**values)
 
-        # Query heads share key-value heads evenly, and RoPE rotates a head's channels in pairs.
+        # Query heads share key-value heads evenly, and RoPE rotates a head's channels in pairs. A
+        # mistaken number of layers, such as 10^8, would keep the constructor busy for hours.
         heads_per_kv_head = config.num_attention_heads / config.num_key_value_heads
         is_shape = heads_per_kv_head.is_integer() and config.head_dim % 2 == 0
         if not is_shape or config.num_hidden_layers > 1000:
@@ -118,7 +121,7 @@ class Config:
 
 
 def refuse_unknown(file: str, found: dict):
-    """Raise ValueError if this module would load the model but not compute it correctly.
+    """Raise ValueError if a model has a feature that is not implemented, or invalid RoPE scaling.
 
     Args:
         file: the path of config.json, for the message.
@@ -146,7 +149,7 @@ def refuse_unknown(file: str, found: dict):
 def is_positive(value) -> bool:
     """Return whether the value is a finite number above 0 and, if it is an int, below 10^9.
 
-    Models for a context of millions of tokens have a rope_theta, a float, above 10^9.
+    Floats have no such limit, because rope_theta exceeds 10^9 in models for very long contexts.
     """
     limit = math.inf if isinstance(value, float) else 1e9
     return isinstance(value, int | float) and 0 < value < limit
@@ -183,16 +186,16 @@ def fused(function):
 
 
 def is_worth_fusing(x) -> bool:
-    """Return whether a compiled function of x is faster than one kernel per operation.
+    """Return whether to compile a function of x, instead of running one kernel per operation.
 
-    Calling a compiled function costs about 0.1 ms of CPU time. The sampler, which runs in inference
-    mode, rarely makes such calls, because it replays its steps as CUDA graphs. For a large tensor,
-    the cost is hidden, because the GPU is busy for longer than 0.1 ms.
+    Calling a compiled function costs about 0.1 ms of CPU time. If x is large, this time is hidden,
+    because the GPU is busy for longer. The sampler, which runs in inference mode, rarely makes such
+    calls, because it replays its steps as CUDA graphs.
     """
     return in_bf16_on_gpu(x) and (torch.is_inference_mode_enabled() or x.numel() >= FUSE_FROM)
 
 
-FUSE_FROM = 1 << 24  # min elements of a tensor that is worth fusing outside inference mode
+FUSE_FROM = 1 << 24  # min elements of x that make fusing worthwhile outside inference mode
 
 
 @functools.cache
@@ -200,8 +203,8 @@ def compiled(function):
     """Return `function` wrapped by torch.compile, which makes a kernel for each kind of arguments.
 
     One kernel serves tensors of different sizes, but a size of 1, a model with different widths,
-    and turning gradients on or off each require another kernel. At most 64 kernels are made. After
-    that, a call with a new kind of arguments runs without compilation.
+    and turning gradients on or off each require another kernel. At most 64 kernels are made for
+    each function. After that, a call with a new kind of arguments runs without compilation.
     """
     announce_compilation()
     torch._dynamo.config.recompile_limit = 64
@@ -280,7 +283,7 @@ def causal(layer_idx: int, q, k, v):
     an `attend` with a KV cache needs it.
     """
     dtype = q.dtype
-    if q.device.type == "cpu":  # On a CPU, attention in bf16 is no faster than in fp32.
+    if q.device.type == "cpu":  # On a CPU, bf16 makes attention no faster, only less precise.
         q, k, v = q.float(), k.float(), v.float()
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).to(dtype)
 
@@ -297,7 +300,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(C, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(C, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, C, bias=config.attention_output_bias)
-        self.joined = None  # after Qwen.join: q_proj, k_proj and v_proj as one (weight, bias)
+        self.joined = None  # after Qwen.join: (weight, bias or None) of q_proj, k_proj and v_proj
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -321,7 +324,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.joined = None  # after Qwen.join: gate_proj and up_proj as one (weight, None)
+        self.joined = None  # after Qwen.join: (weight, None) of gate_proj and up_proj
 
     def forward(self, x):
         gate, up = project(x, (self.gate_proj, self.up_proj), self.joined)
@@ -405,9 +408,10 @@ def add_lora(model: "Qwen", rank: int):
 
 
 def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a new state dict in which the LoRA matrices A and B are merged into their weight W.
+    """Return a new state dict in which each pair of LoRA matrices is merged into its weight.
 
-    The merged weight is W + B A, computed in fp32. All other tensors are those of `state`.
+    W becomes W + B A, computed in fp32 and stored in W's dtype. All other tensors are those of
+    `state`.
     """
     merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, A in state.items():
@@ -464,8 +468,8 @@ class Qwen(nn.Module):
             positions: (B, T); by default, 0 … T-1 in each sequence.
             attend: computes attention in place of `causal`: (layer_idx, q, k, v) -> (B, H, T, D).
             head: computes the result from hidden states (B, T, C) in place of `logits`, for
-                instance at fewer positions. A caller cannot do this after `forward`, because FSDP
-                gathers the weights of lm_head only while `forward` runs.
+                instance at fewer positions. With FSDP, a caller could not do this after `forward`,
+                because the weights of lm_head are gathered only while `forward` runs.
         """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
@@ -492,8 +496,9 @@ class Qwen(nn.Module):
     def join(self) -> "Qwen":
         """Join matrices that multiply the same vector, to speed up sampling. Return the model.
 
-        The parameters keep their names and become views of the joined matrices. They no longer get
-        gradients, so use this only for a model that just samples. LoRA must already be merged.
+        The joined parameters keep their names, but become views of the joined matrices. No
+        parameter gets gradients any longer, so use this only for a model that just samples. LoRA
+        must already be merged.
         """
         self.requires_grad_(False)
         for layer in self.model.layers:
@@ -513,14 +518,14 @@ class Qwen(nn.Module):
         """Load a checkpoint from a folder or from a repository on the Hugging Face hub.
 
         Args:
-            dtype: the dtype of the weights; None keeps the file's. LoRA matrices are always fp32.
+            dtype: the dtype of the weights; None: as in the file. LoRA matrices are always fp32.
             shard: if given, shard(model) applies FSDP to the empty model in place. Each rank then
                 keeps only its part of every tensor.
             lora_rank: if not 0, freeze the weights and add LoRA matrices of this rank (see
                 `add_lora`).
 
-        Raises ValueError, naming the file, tensor or key, if a file is damaged or if the weights do
-        not match config.json.
+        Raises ValueError, naming the file, tensor or key, if a file is damaged, if the model is not
+        supported, or if the weights are missing or do not match config.json.
         """
         with torch.device("meta"):  # allocates nothing; load_state_dict assigns the tensors
             model = cls(Config.from_pretrained(path))
@@ -546,7 +551,7 @@ class Qwen(nn.Module):
             state[name] = tensor.to(device, torch.float32 if ".lora_" in name else dtype)
             if shard and name in parameters:
                 state[name] = own_part(state[name], parameters[name]).to(device)
-        if model.config.tie_word_embeddings:  # The checkpoint holds the tied tensor only once.
+        if model.config.tie_word_embeddings:  # The checkpoint may lack lm_head.weight.
             state["lm_head.weight"] = state.get("model.embed_tokens.weight")
 
         try:
@@ -605,7 +610,9 @@ def is_llama_with_zero_bias(config: Config) -> bool:
 def read_tensors(path: str) -> dict[str, torch.Tensor]:
     """Return {name: tensor} for a checkpoint. The tensors are memory-mapped and not yet read.
 
-    As in transformers, model.safetensors counts more than a checkpoint in several files.
+    If the folder holds model.safetensors, all other files of weights are ignored, as in
+    transformers. Raises ValueError if a file is damaged, if two files hold a tensor of the same
+    name, or if there are no weights.
     """
     patterns = ("model.safetensors", "model-*.safetensors")
     folder = fetch(path, *patterns)
@@ -661,9 +668,9 @@ class HeadFP32(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         if hidden.device.type == "cuda":
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        # On a CPU, a product of bf16 matrices is rounded to bf16. To get what the rounding lost,
-        # addmm computes the product again and subtracts `rounded` from it before it rounds the
-        # difference. Two products in bf16 are faster than one in fp32.
+        # On a CPU, a product of bf16 matrices is rounded to bf16. To recover what the rounding
+        # lost, addmm computes the product again and subtracts `rounded` before rounding. Two
+        # products in bf16 are faster than one in fp32.
         rounded = hidden @ weight.T
         return rounded.float() + torch.addmm(rounded, hidden, weight.T, beta=-1)
 
@@ -702,7 +709,10 @@ class ChatTemplate:
 
 
 def without_thoughts(role: str, content: str) -> str:
-    """Return the content, minus an assistant's thinking block, as Qwen3's template does."""
+    """Return a message's content, without what an assistant wrote up to the last </think>.
+
+    Qwen3's template does the same in all turns before the last question.
+    """
     if role == "assistant" and "</think>" in content:
         return content.split("</think>")[-1].lstrip("\n")
     return content
@@ -740,9 +750,10 @@ LLAMA3_CHAT = ChatTemplate(
 def find_template(bpe: BPE, model_type: str) -> ChatTemplate:
     """Return the chat template that fits the tokenizer.
 
-    A template fits if the tokenizer has all of the template's control tokens and never produces
-    them from plain text. A tokenizer with ChatML's control tokens gets Qwen3's template if the
-    model is a Qwen3, and Qwen2.5's otherwise. Raises ValueError if no template fits.
+    A template fits if the tokenizer has all control tokens in `template.turn`, and does not use
+    them to encode plain text that spells them. A tokenizer with ChatML's control tokens gets
+    Qwen3's template if the model is a Qwen3, and Qwen2.5's otherwise. Raises ValueError if no
+    template fits.
     """
     for template in (QWEN3_CHAT if model_type == "qwen3" else QWEN2_CHAT, LLAMA3_CHAT):
         tokens = re.findall(CONTROL_TOKEN, template.turn)
@@ -761,8 +772,8 @@ class Tokenizer:
     """A Hugging Face tokenizer.json with its chat template (ChatML or Llama 3).
 
     len(tokenizer) is the largest id plus one; a model's vocab_size may be larger. `eos_id` is the
-    token that ends a turn of a chat. Generation stops at any of `end_ids`, because not every text
-    ends with that token: a base model's ends with <|endoftext|>.
+    id of the token that ends a turn of a chat. Generation stops at any of `end_ids`: at `eos_id`,
+    and at tokens such as <|endoftext|>, with which a base model ends a text.
 
     Text is never encoded as a control token. Only `chat` inserts control tokens, so a question or a
     worker's reply that contains the text <|im_end|> cannot end its own turn.
@@ -826,7 +837,7 @@ class Tokenizer:
         return self.n_ids
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, in which lone surrogates (halves of an emoji) become "?"."""
+        """Return the ids of a text. A lone surrogate, such as half an emoji, becomes "?"."""
         text = text.encode(errors="replace").decode()
         return self.bpe.encode(text, add_special_tokens=False).ids
 
@@ -882,11 +893,11 @@ QWEN_WORDS = (
 
 
 def has_qwen_tokenizer(folder: str) -> bool:
-    """Return whether the tokenizer.json in a folder splits text as Qwen2.5's does, or is missing.
+    """Return whether a folder's tokenizer.json prepares text as Qwen2.5's does, or is missing.
 
     With model_type qwen2, transformers 5 reads only the vocabulary and the merges of tokenizer.json
-    and splits text as Qwen does. With any other tokenizer, it would silently produce wrong ids, so
-    the model is then saved with model_type llama.
+    and normalizes and splits text as Qwen2.5 does. For any other tokenizer, the ids would silently
+    be wrong, so the model is then saved with model_type llama.
     """
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(file):
@@ -994,7 +1005,7 @@ def take_value(rest: list[str], switch: bool) -> str | None:
 
     A switch takes the next word only if that word is "true" or "false". Otherwise its value is
     "true", and the next word stays in `rest`: in `workflow.py --examples show FILE`, "show" is
-    left. For any other flag, returns None if the value is missing.
+    left. For any other flag, returns None if the next word is missing or looks like a flag.
     """
     if switch:
         return rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"

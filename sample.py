@@ -5,10 +5,11 @@
 MODEL is a folder in Hugging Face's layout, or the name of a model on its hub, such as
 Qwen/Qwen2.5-0.5B-Instruct.
 
-GRPO samples n rollouts of every prompt. The prompt's keys and values are computed and stored once;
-each rollout stores only the keys and values of its own tokens. The rollouts form a grid of cells,
-R for each of Q prompts. A step feeds the newest token of every cell to the model. The token's
-query q attends to the prompt and to the cell's own tokens under one softmax:
+GRPO samples n rollouts of every prompt. The rollouts form a grid of cells, R for each of Q prompts;
+if memory is short, several grids are sampled one after another. A grid computes and stores the keys
+and values of each prompt once; each cell stores only those of its own tokens. A step feeds the
+newest token of every cell to the model. The token's query q attends to the prompt and to the cell's
+own tokens under one softmax:
 
     w = softmax([q · K_prompt | q · K_own] / √D),    y = w_prompt · V_prompt + w_own · V_own
 
@@ -36,7 +37,7 @@ from model import Qwen, Tokenizer, causal, check_ids, compute_dtype, configure, 
 CHECK = 8  # steps between checks for finished rollouts
 BUCKET = {"cuda": 128, "cpu": 32}  # steps between calls of `compact`; a multiple of CHECK
 PAD = {"cuda": 64, "cpu": 1}  # lengths are padded to a multiple of this, for tensor cores
-PREFILL_TOKENS = 8192  # max prompt tokens in one forward pass, unless one prompt has more
+PREFILL_TOKENS = 8192  # max tokens in a forward pass of prompts, unless one prompt has more
 
 
 @dataclass
@@ -76,10 +77,11 @@ def generate_each(
     n_ids: int | None = None,
     numbers: list[list[int]] | None = None,
 ):
-    """Yield n rollouts of each prompt as (prompt index, rollout index, Completion), as they end.
+    """Yield (prompt index, rollout index, Completion) for n rollouts of each prompt, as they end.
 
-    A rollout depends on the seed, its prompt, its number (see `numbers`), and how many times the
-    same prompt occurs earlier in the list. It does not depend on the other prompts or on n.
+    The random draws of a rollout depend on the seed, its prompt, its number (see `numbers`), and
+    how many times the same prompt occurs earlier in the list. They do not depend on the other
+    prompts or on n.
 
     Args:
         prompts: The token ids of each prompt.
@@ -123,9 +125,9 @@ def generate_each(
 def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, int]:
     """Return (Q, R): how many prompts a grid holds, and how many of each prompt's n rollouts.
 
-    Unless a single rollout needs more, a grid's keys, values and logits take at most a fifth of the
-    GPU's memory, because a 7B model leaves about that much free on a 24 GB card. On a CPU, they
-    take at most 2 GiB.
+    Unless a single rollout needs more, a grid's keys and values, its logits, and what `draw`
+    computes from them take at most a fifth of the GPU's memory: on a 24 GB card, this leaves room
+    for a 7B model in bf16. On a CPU, the limit is 2 GiB.
     """
     device = model.device
     limit = 2 << 30  # bytes
@@ -135,9 +137,9 @@ def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, i
         itemsize = model.lm_head.weight.itemsize
 
     channels = model.config.num_key_value_heads * model.config.head_dim
-    token = 2 * len(model.model.layers) * channels * itemsize  # bytes
+    token = 2 * len(model.model.layers) * channels * itemsize  # bytes per token
     prompt = token * padded(longest, device)
-    # A row also has fp32 logits, and `draw` makes three more tensors of their size.
+    # A row also has fp32 logits. On a GPU, `draw` makes up to three more tensors of their size.
     row = token * padded(max_new_tokens, device) + 16 * model.config.vocab_size
 
     rows_that_fit = max(1, (limit - prompt) // row)
@@ -156,11 +158,11 @@ def padded(length: int, device) -> int:
 
 
 def attend_shared(grid, place, layer_idx, q, k, v):
-    """Cache the newest token of each cell, and return the attention (N, H, 1, D) of its query.
+    """Cache the newest key and value of each cell, and return the newest query's attention.
 
-    q is (N, H, 1, D), k and v are (N, Hkv, 1, D), for N = Q*R cells that all have t own tokens.
-    `place`, a tensor of shape (1), holds t - 1, the newest token's place in the cache of each
-    cell's own tokens.
+    q and the result are (N, H, 1, D), k and v are (N, Hkv, 1, D), for N = Q*R cells that all have t
+    own tokens. `place`, a tensor of shape (1), holds t - 1, the newest token's place in the cache
+    of each cell's own tokens.
     """
     prompt_kv = grid.prompt_kv[layer_idx]  # (2, Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][..., : grid.T, :]  # (2, N, Hkv, T, D)
@@ -188,7 +190,7 @@ def attend_plainly(q, prompt_kv, own_kv, mask):
     prompt_k, prompt_v = prompt_kv.float()  # each (Q, Hkv, P, D)
     own_k, own_v = own_kv.float().unflatten(1, (Q, R))  # each (Q, R, Hkv, T, D)
 
-    # Compute the scores. All R*G queries that share a prompt's keys form one matrix.
+    # Compute the scores. All R*G queries that share a prompt's keys of one head form one matrix.
     own_q = q.float().view(Q, R, Hkv, -1, D)  # (Q, R, Hkv, G, D)
     own_scores = own_q @ own_k.mT  # (Q, R, Hkv, G, T)
     prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D)
@@ -211,8 +213,8 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     """Compute attend_plainly's result by launching `attend_to_part` twice.
 
     Unlike attend_plainly, the kernel never writes the scores to memory. The first launch attends to
-    the prompts, and processes all cells of a prompt together. The second launch attends to each
-    cell's own tokens, and continues the first launch's softmax.
+    the prompts, and shares each loaded key among up to 64 queries of a prompt's cells. The second
+    launch attends to each cell's own tokens, and continues the first launch's softmax.
 
     Args:
         q, prompt_kv, own_kv: See attend_plainly.
@@ -227,9 +229,9 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     prompt_y = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     prompt_lse = torch.empty(N, H, dtype=torch.float32, device=q.device)
 
-    # A tile of keys takes 16 KB in bf16 and 8 KB in fp32, so that the kernel fits into shared
-    # memory: with up to 128 channels, it needs 88 KB (112 KB on Hopper). GPUs that compute in bf16
-    # have at least 99 KB (Hopper 227 KB).
+    # A tile of keys takes at most 16 KB in bf16 and 8 KB in fp32, so that the kernel fits into
+    # shared memory: with up to 128 channels, it needs 88 KB (112 KB on Hopper). GPUs that compute
+    # in bf16 have at least 99 KB (Hopper 227 KB).
     D_PADDED = max(16, triton.next_power_of_2(D))
     tile = 8192 if q.element_size() == 2 else 2048  # elements per tile
 
@@ -265,7 +267,7 @@ if triton:
         k,  # (B, Hkv, places, D) with strides kv_row, kv_head, D, 1
         v,  # laid out like k
         length,  # length[b * length_step] is the number of filled places in row b of k and v
-        y,  # (N, Hkv, G, D), the result of the second part
+        y,  # (N, Hkv, G, D), the result of both parts, which the second stores
         prompt_y,  # (N, Hkv, G, D), the result of the first part, in fp32
         prompt_lse,  # (N, Hkv, G), the log of the sum of exp(score) in the first part
         n_rows,  # N / B, the number of cells that share row b of k and v
@@ -281,7 +283,7 @@ if triton:
         KEYS: tl.constexpr,
         IS_FIRST: tl.constexpr,
     ):
-        """Compute the attention of QUERIES queries that share the keys of row b and head h.
+        """Compute the attention of up to QUERIES queries that share the keys of row b and head h.
 
         The kernel reads KEYS keys at a time and keeps a running softmax, as FlashAttention does:
         the largest score so far, the sum of the weights exp(score - largest), and the sum of the
@@ -311,7 +313,7 @@ if triton:
             total = tl.full((QUERIES,), 1.0, tl.float32)
             weighted = tl.load(prompt_y + tile, in_tile, 0.0)
 
-        start = b.to(tl.int64) * kv_row + h * kv_head  # may exceed an int32
+        start = b.to(tl.int64) * kv_row + h * kv_head  # may not fit into an int32
         end = tl.load(length + b * length_step)
         n = tl.arange(0, KEYS)
         for i in range(0, end, KEYS):
@@ -324,7 +326,7 @@ if triton:
             scores = tl.dot(queries, keys, input_precision="ieee") * scale
             scores = tl.where(is_key[None, :], scores, -float("inf"))
 
-            # Scale the sums to the new largest score, and add these keys to them.
+            # Scale both sums to the new largest score, and add these keys' weights and values.
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             weights = tl.exp(scores - new_largest[:, None])
             shrink = tl.exp(largest - new_largest)
@@ -351,8 +353,8 @@ class Grid:
     """The rollouts that are being sampled, in N = Q*R cells: R cells for each of Q prompts.
 
     Every cell has drawn t tokens. The newest token, which has index t - 1, is not in the cache yet;
-    `decode` feeds it to the model. P is the padded length of the prompts, T is the number of places
-    for a cell's own tokens that a step attends to, and V is the number of ids in the vocabulary.
+    `decode` feeds it to the model. P is the padded length of the longest prompt, T is the number of
+    places for a cell's own tokens that a step attends to, and V is the size of the vocabulary.
 
     A finished rollout keeps its cell until `compact` drops the cell. So `rollouts`, `seeds` and
     `newest` have one entry for each remaining cell, while `tokens`, `logprobs` and `lengths` have
@@ -370,7 +372,7 @@ class Grid:
         self.draw_from = draw_from
         self.device = model.device
         self.shape = seeds.shape
-        self.Q, self.R = seeds.shape  # `compact` reduces both.
+        self.Q, self.R = seeds.shape  # `compact` may reduce both.
         self.P = padded(max(map(len, prompts)), self.device)
         room = padded(max_new_tokens, self.device)  # places for a cell's own tokens
         self.T = min(BUCKET[self.device.type], room)
@@ -384,16 +386,17 @@ class Grid:
             self.tokens = torch.zeros(N, max_new_tokens, dtype=torch.long)
             self.logprobs = torch.zeros(N, max_new_tokens, dtype=torch.float32)
             self.lengths = torch.zeros(N, dtype=torch.long)  # 0 while a rollout is running
+
             self.ends = torch.tensor(eos_id, dtype=torch.long).view(-1)  # ids that end a rollout
-            self.t = torch.zeros(1, dtype=torch.long)  # tokens that every cell has drawn
+            self.t = torch.zeros(1, dtype=torch.long)  # how many tokens every cell has drawn
 
             # One entry for each cell.
             self.rollouts = torch.arange(N)  # the index of each cell's rollout
             self.seeds = seeds.flatten().to(self.device)
             self.newest = torch.zeros(N, dtype=torch.long)  # the token that each cell drew last
 
-            # The mask is added to the scores. It is -inf for a prompt's padding and for those of a
-            # cell's own tokens that are not in the cache yet.
+            # The mask is added to the scores. It is -inf for a prompt's padding and for places of
+            # own tokens that are still empty.
             self.prompt_length = torch.tensor([len(prompt) for prompt in prompts])  # (Q)
             is_prompt = torch.arange(self.P + room) < self.prompt_length[:, None]
             self.mask = torch.where(is_prompt, 0.0, -torch.inf)  # (Q, P + room)
@@ -401,7 +404,7 @@ class Grid:
         self.own_kv = cache(model, N, room)
 
     def run(self):
-        """Yield (prompt index, rollout index, Completion) of each rollout as it ends.
+        """Yield (prompt index, rollout index, Completion) of each rollout, soon after it ends.
 
         The indices count only the prompts and rollouts of this grid.
         """
@@ -420,7 +423,8 @@ class Grid:
     def prefill(self):
         """Cache the keys and values of the prompts, and draw the first token of every rollout.
 
-        The prompts go through the model a few at a time.
+        The prompts go through the model a few at a time. Raises ValueError if a logit is not
+        finite.
         """
         parts = []
         at_once = max(1, PREFILL_TOKENS // self.P)
@@ -436,7 +440,7 @@ class Grid:
                 self.prompt_kv[layer_idx][:, rows, :, :width] = torch.stack((k, v))
                 return causal(layer_idx, q, k, v)
 
-            def head(hidden):  # (q, width, C) -> (q, V), for the last tokens only
+            def head(hidden):  # (q, width, C) -> (q, V), for each prompt's last token
                 return self.model.logits(hidden.take_along_dim(last, dim=1)[:, 0])
 
             ids = torch.tensor(ids, device=self.device)
@@ -450,9 +454,9 @@ class Grid:
     def step(self):
         """Draw every cell's next token.
 
-        On CUDA, the first step after a change of shapes runs without a CUDA graph, because the
-        libraries must be initialised before a capture. The second step captures a graph, which
-        it and all later steps replay.
+        On CUDA, the first step after a change of shapes runs without a CUDA graph, because CUDA's
+        libraries must be initialised before a capture. The second step captures a graph, which it
+        and all later steps replay until the shapes change again.
         """
         if self.device.type == "cpu" or self.steps == 0:
             self.decode()
@@ -529,7 +533,7 @@ def cache(model, rows: int, length: int) -> list:
 
 
 def compact(grid: Grid):
-    """Drop finished cells, and let the next steps see BUCKET more of each cell's own tokens.
+    """Drop finished cells, and let the next steps attend to BUCKET more places of each cell.
 
     Prompts whose rollouts have all finished are dropped. All others are cut to R' cells each, where
     R' is the largest number of running rollouts of any prompt, so some finished rollouts may keep
@@ -542,7 +546,7 @@ def compact(grid: Grid):
     order = is_running[prompts].int().sort(dim=1, descending=True, stable=True).indices
     cells = (prompts[:, None] * grid.R + order[:, :R]).flatten()  # (Q'*R')
 
-    # Move the chosen prompts and cells to the front.
+    # Move the chosen prompts and cells to the front, and cut off the rest.
     if len(cells) < len(grid.rollouts):
         grid.rollouts = grid.rollouts[cells]
         grid.seeds = grid.seeds[cells]
@@ -597,8 +601,8 @@ def pick(mass, share):
 def pick_in_blocks(mass, share, block=512):
     """Return the same ids as `pick`, up to rounding, but faster on a GPU.
 
-    To avoid a cumulative sum over all ids, the function first picks a block of ids by the blocks'
-    sums, then an id within that block.
+    To avoid a cumulative sum over all ids, the function first picks a block, using the sum of each
+    block, and then an id within that block.
     """
     # Pick the block, and sum the mass before it. The last block holds the V % block leftover ids,
     # possibly none.
@@ -621,8 +625,9 @@ def pick_in_blocks(mass, share, block=512):
 def uniform(seeds, step):
     """Return a pseudo-random float in [0, 1) for each seed (N, int64) at a step (int64).
 
-    The float consists of the top 23 bits of the output with index `step` of the generator
-    splitmix64, whose arithmetic is unsigned. int64 wraps around to the same bits, so the constants
+    The float is k / 2^23, where k is the top 23 bits of the output with index `step` of the
+    generator splitmix64. Its last operation, which does not change these bits, is left out. The
+    generator's arithmetic is unsigned, but int64 wraps around to the same bits, so the constants
     are written as signed integers. >> fills in copies of the sign bit, so a mask clears them.
     """
     z = seeds + (step + 1) * -0x61C8864680B583EB
@@ -655,7 +660,7 @@ def row_seeds(prompts, numbers, seed: int) -> list[list[int]]:
 # ---- The command line ----------------------------------------------------------------------------
 @dataclass
 class Settings:
-    checkpoint: str = flag("", "a folder in Hugging Face's layout, or a model's name on its hub")
+    checkpoint: str = flag("", "a model's folder, or its name on the Hugging Face hub")
     n: int = flag(1, "number of answers")
     max_new_tokens: int = flag(512, "maximum number of tokens in an answer")
     temperature: float = flag(0.7, "sampling temperature; 0: always take the likeliest token")
@@ -677,7 +682,7 @@ if __name__ == "__main__":
         if device == "cuda":
             model.join()
         prompt = tokenizer.chat([{"role": "user", "content": " ".join(words)}])
-        # An answer ends where the model's context does.
+        # The prompt and an answer together must fit into the model's context.
         room = max(1, model.config.max_position_embeddings - len(prompt))
         [completions] = generate(
             model,

@@ -2,7 +2,7 @@
 
     python tests/bench.py [NAME …] [--key=value …]
     python tests/bench.py sampler --model=7b --rows=64,128,256 --prompt=900 --new=128     on a GPU
-    python tests/bench.py update --beside=naive,../before     compared with another checkout
+    python tests/bench.py update --beside=naive,../before     ../before: another checkout
 
 A key is a parameter of the benchmark's function below. Each result is printed in columns, then as
 one line of JSON. Alternatives that are compared take turns in one run, because the speed of a

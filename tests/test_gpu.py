@@ -1,8 +1,8 @@
 """Tests that need a GPU.
 
 Logits are compared with double precision, the sampler with full forward passes, kernels with plain
-functions that compute the same, and packed rows with packed rows on a CPU. Short runs of train.py
-come last. So the first test that fails probably explains later failures.
+functions that compute the same, and packed rows with packed rows on a CPU. The tests proceed from
+parts to short runs of train.py, so the first test that fails probably explains later failures.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""Test the lowest version of each package that requirements.txt allows, except torch.
+"""Test each package except torch in the lowest version that requirements.txt allows.
 
-With these versions and the torch that is installed, the seven main files must be importable, and a
-local worker must answer.
+With these versions and the installed torch, the seven main files must be importable, and a worker
+of the local pool must answer.
 """
 
 import os

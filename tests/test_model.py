@@ -1,4 +1,7 @@
-"""The model, checkpoints and the tokenizer, compared with transformers; the hub; flags."""
+"""The model, checkpoints and the tokenizer, compared with transformers.
+
+Further tests are about bad checkpoints, LoRA, downloads from the hub, and command-line flags.
+"""
 
 import dataclasses
 import importlib
@@ -39,8 +42,8 @@ from train import PRESETS
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 torch.set_num_threads(1)
-CLOSE = dict(rtol=1e-5, atol=2e-5)  # tolerance for logits with a standard deviation above 1
-SHAPES = {  # hidden size, heads, key-value heads, tied
+CLOSE = dict(rtol=1e-5, atol=2e-5)  # tolerances for logits with a standard deviation above 1
+SHAPES = {  # hidden size, query heads, key-value heads, whether the embeddings are tied
     "grouped": (48, 4, 2, False),
     "tied": (48, 6, 2, True),
     "one-kv-head": (32, 4, 1, True),
@@ -120,7 +123,7 @@ def test_transformers_loads_ours_with_equal_logits_and_gradients(shape, tmp_path
 @pytest.mark.parametrize("at_top", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ours_loads_transformers_with_equal_logits(shape, at_top, max_shard_size, tmp_path):
-    """A checkpoint has one or several files; rope_theta is in rope_parameters or at top level."""
+    """A checkpoint has one or more files; rope_theta is in rope_parameters or at the top level."""
     rope = {"rope_type": "default", "rope_theta": 123.0}
     theirs = shake(Qwen2ForCausalLM(Qwen2Config(**shape_of(shape), rope_parameters=rope)))
     theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
@@ -174,7 +177,10 @@ def theirs_in(family, folder, rope=None, **changes):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_computes_what_transformers_does(family, tied, tmp_path):
-    """Logits, greedy tokens and the log-probabilities of a packed row equal transformers'."""
+    """Logits, greedy tokens and the log-probabilities of a packed row equal transformers'.
+
+    After `join`, the logits are still the same.
+    """
     theirs = theirs_in(family, tmp_path, tie_word_embeddings=tied)
     ours = Qwen.from_pretrained(str(tmp_path))
     torch.testing.assert_close(ours(IDS), theirs(IDS).logits, **CLOSE)
@@ -212,7 +218,7 @@ def test_each_family_is_saved_as_what_it_was(family, tied, tmp_path):
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_llama_3_scales_its_rope(key, tmp_path):
-    """Logits equal transformers', for files with the keys of version 5 and for older files."""
+    """Logits equal transformers', both for files of transformers 5 and for older files."""
     theirs = theirs_in("llama", tmp_path, LLAMA3_SCALING)
     if key == "rope_scaling":
         old = {"type" if k == "rope_type" else k: v for k, v in LLAMA3_SCALING.items()}
@@ -237,7 +243,7 @@ def test_rope_scaling_may_say_that_nothing_is_scaled(scaling, saved):
 
 @pytest.mark.parametrize("theta", [2804339835.0, 10000])
 def test_rope_parameters_count_more_than_rope_theta_at_the_top(theta, tmp_path):
-    """As in transformers 5. A model for a very long context has a theta above 10^9."""
+    """Logits equal transformers', even with a theta above 10^9, as in long-context models."""
     theirs = theirs_in("llama", tmp_path, {"rope_theta": theta})
     edit(tmp_path / "config.json", rope_theta=500.0)
     ours = Qwen.from_pretrained(str(tmp_path))
@@ -270,7 +276,7 @@ def test_what_config_json_does_not_say_follows_from_the_model_type():
 
 
 def test_bf16_is_as_close_as_transformers_own(saved):
-    """Our bf16 logits are closer to transformers' bf16 logits than these are to its fp32 logits."""
+    """Our bf16 logits differ from transformers' by less than bf16 changes transformers' logits."""
     ours = Qwen.from_pretrained(str(saved), dtype=torch.bfloat16)
     half, full = (
         theirs_of(saved, dtype)(IDS).logits.float() for dtype in (torch.bfloat16, torch.float32)
@@ -282,7 +288,7 @@ def test_bf16_is_as_close_as_transformers_own(saved):
 
 
 def test_logits_are_fp32():
-    """With bf16 weights, logits are far closer to exact ones than logits rounded to bf16."""
+    """With bf16 weights, logits are far closer to exact ones than bf16 logits would be."""
     model = tiny(vocab_size=9000).bfloat16()
     hidden = (
         torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(3))
@@ -302,7 +308,7 @@ def test_logits_are_fp32():
 
 
 def test_norm_rope_and_attention_compute_in_fp32():
-    """bf16 tensors are rounded only at the end; the norm equals transformers' bit for bit."""
+    """RoPE and attention round to bf16 only at the end; the norm is bit for bit transformers'."""
     torch.manual_seed(0)
     ours, theirs = RMSNorm(48, 1e-3).bfloat16(), Qwen2RMSNorm(48, 1e-3).bfloat16()
     ours.weight.data.uniform_(0.5, 1.5)
@@ -317,7 +323,10 @@ def test_norm_rope_and_attention_compute_in_fp32():
 
 
 def test_attend_and_head_may_be_replaced():
-    """attend gets (layer_idx, q, k, v) of the documented shapes, and the model uses its result."""
+    """attend gets (layer_idx, q, k, v) of the documented shapes, and its result is used.
+
+    The model returns what `head` returns.
+    """
     model, seen = tiny(), []
 
     def blind(layer_idx, q, k, v):
@@ -345,7 +354,7 @@ def test_a_new_7b_has_the_published_size():
 
 # ---- Saving, and bad checkpoints ---------------------------------------------------------------
 def test_saving_over_a_checkpoint_leaves_nothing_of_it(tmp_path):
-    """Even if the old checkpoint had several files. Models loaded from them do not change."""
+    """The old checkpoint's files are no longer loaded. A model loaded from them does not change."""
     theirs = shake(Qwen2ForCausalLM(Qwen2Config(**shape_of("grouped"))))
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     first, second = Qwen.from_pretrained(str(tmp_path)), shake(tiny(), seed=5)
@@ -361,7 +370,10 @@ def test_saving_over_a_checkpoint_leaves_nothing_of_it(tmp_path):
 
 
 def test_files_of_another_checkpoint_are_not_mixed_in(tmp_path):
-    """A copy under another name is ignored; two sets of shards are an error, as is no file."""
+    """If there is a model.safetensors, shards and a copy under another name are ignored.
+
+    Otherwise, two sets of shards are an error, and so is a folder without weights.
+    """
     file, others = tmp_path / "model.safetensors", {}
     for size in ("20KB", "40KB"):
         theirs = shake(Qwen2ForCausalLM(Qwen2Config(**shape_of("grouped"))))
@@ -537,7 +549,7 @@ def loss_of(model):
 
 
 def with_lora(rank=3, **changes):
-    """Return a model with LoRA whose B is random instead of zero, and its merged equivalent."""
+    """Return a model with LoRA, with random B instead of zeros, and its merged equivalent."""
     model = tiny(**changes)
     add_lora(model, rank)
     for name, p in model.named_parameters():
@@ -602,7 +614,7 @@ def test_with_full_rank_a_step_of_sgd_is_that_of_the_whole_matrix():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lora_over_a_checkpoint(dtype, saved):
-    """Frozen weights are in the dtype of computation, A and B in fp32; save merges the matrices."""
+    """Frozen weights have the given dtype; A and B are fp32. save_pretrained merges A and B."""
     torch.manual_seed(3)
     model = Qwen.from_pretrained(str(saved), dtype, lora_rank=2)
     for name, p in model.named_parameters():
@@ -622,7 +634,10 @@ def test_lora_over_a_checkpoint(dtype, saved):
 
 # ---- The hub -----------------------------------------------------------------------------------
 def test_a_repository_is_loaded_by_its_name(saved, monkeypatch):
-    """Only needed files are downloaded, config.json first, so unsupported models fail early."""
+    """Only needed files are downloaded, and config.json before the weights.
+
+    So a model that is not supported is refused before its weights are downloaded.
+    """
     asked = []
 
     def download(name, allow_patterns):
@@ -664,7 +679,7 @@ def bpe(control=CHATML) -> BPE:
     made.train_from_iterator(TEXTS * 5, trainer)
     made.add_special_tokens(control)
     if control == CHATML:
-        made.add_tokens(["<think>", "</think>"])  # these are not special tokens, as in Qwen3
+        made.add_tokens(["<think>", "</think>"])  # as in Qwen3, not special tokens
     return made
 
 
@@ -688,7 +703,7 @@ CHATS = [
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("model_type", STYLES)
 def test_chat_equals_the_template_in_transformers(model_type, chat, tmp_path):
-    """`chat` returns the ids of transformers' template, and the end tokens are saved for it."""
+    """`chat` returns the ids of transformers' template; transformers loads the same end tokens."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     ours = Tokenizer(bpe(STYLES[model_type]), model_type)
     ours.save_pretrained(str(tmp_path))
@@ -786,11 +801,11 @@ SAMPLES += ["def f(x):\n\n\treturn x['a']  # don't\n", "  東京 🙂!!!\n", *TE
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
 def test_transformers_reads_texts_as_we_do(model_type, split, tokenizer_first, tmp_path):
-    """Files that we save give transformers equal ids and equal greedy tokens.
+    """From the files that we save, transformers computes the same ids and greedy tokens as we do.
 
     A Qwen2 whose tokenizer splits words in a different way is saved as a Llama. The tokenizer in
-    this test has a rule that puts a token before each text. Our tokenizer ignores such rules, so
-    the saved tokenizer does not have it.
+    this test has a rule that puts a token before each text. Our Tokenizer removes such rules, so
+    the saved tokenizer has none.
     """
     made = bpe()
     made.pre_tokenizer = SPLITS[split]()
@@ -826,7 +841,7 @@ def test_transformers_reads_texts_as_we_do(model_type, split, tokenizer_first, t
 
 
 def test_ids_with_gaps():
-    """`len` is the largest id plus one, even if some ids are unused; it is `generate`'s n_ids."""
+    """`len` is the largest id plus one, even if some smaller ids are unused."""
     vocabulary = {"a": 0, "b": 1, "<|im_start|>": 7, "<|im_end|>": 9}
     made = BPE(models.BPE(vocabulary, []))
     made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -841,7 +856,7 @@ def test_a_tokenizer_without_control_tokens_is_refused(tmp_path):
     vocabulary = {"<|im_start|>": 0, "<|im_end|>": 1, "?": 2}
     plain = BPE(models.WordLevel(vocabulary, "?"))  # not special: a text can spell them
     plain.pre_tokenizer = pre_tokenizers.Split("<|im_end|>", "isolated")
-    words = BPE(models.WordLevel(vocabulary, "?"))  # A text of words can spell them.
+    words = BPE(models.WordLevel(vocabulary, "?"))  # special, but also words of the vocabulary
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     for made in (BPE(models.BPE()), plain, words):
@@ -951,7 +966,7 @@ def test_configure_refuses_what_it_does_not_know(word, said, capsys):
 
 @pytest.mark.parametrize("command", ["sample", "workflow", "eval", "train"])
 def test_every_command_has_a_page_of_help(command, capsys):
-    """The page explains each flag, and lists all systems, benchmarks and presets."""
+    """The page explains each flag; eval's lists systems and benchmarks, and train's presets."""
     settings = importlib.import_module(command).Settings()
     with pytest.raises(SystemExit):
         configure(settings, ["--help"])

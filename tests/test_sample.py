@@ -1,5 +1,7 @@
 """Generation, compared with transformers, with full forward passes that use no cache, and with
 the probabilities from which a plain sampler would draw.
+
+Further tests are about seeds, memory, attention, compilation and the command line.
 """
 
 import copy
@@ -58,14 +60,14 @@ def make(*lengths, vocab=40):
     return [torch.randint(vocab, (n,), generator=g).tolist() for n in lengths]
 
 
-PROMPTS = make(5, 1, 17, 70)  # one of them is longer than a bucket of the cache
+PROMPTS = make(5, 1, 17, 70)  # of mixed lengths; one is a single token
 
 
 @torch.no_grad()
 def full_logprobs(model, prompt, tokens, temperature=1.0, n_ids=None):
-    """Return the log-probabilities (len(tokens), V) of all ids at each place after a prompt.
+    """Return the log-probabilities (len(tokens), V) of all ids at the place of each token.
 
-    One full forward pass computes them. Without tokens, they are those of the first place (1, V).
+    One full forward pass computes them. Without tokens, returns those of the first place, (1, V).
     """
     logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 :, :n_ids]
     return (logits.double() / temperature).log_softmax(-1)[: len(tokens) or None]
@@ -85,7 +87,7 @@ def close(a, b):
 
 
 def widths(model, *args, **settings):
-    """Return generate's result, and the shape of the ids of each of its forward passes."""
+    """Return generate's result, and the shape of the ids in each forward pass."""
     shapes = []
     with model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape))):
         return generate(model, *args, **settings), shapes
@@ -125,7 +127,7 @@ def test_greedy_equals_transformers(heads, kv, tied, tmp_path):
     "settings", [dict(), dict(temperature=0.7), dict(temperature=1.3, n_ids=30)]
 )
 def test_logprobs_are_those_of_a_full_forward(settings):
-    """This also holds for rollouts that outlive others by several buckets of the cache.
+    """Some rollouts outlive others by more than two buckets of the cache.
 
     In bf16, the log-probabilities agree up to bf16's rounding.
     """
@@ -225,7 +227,7 @@ def test_numbered_rollouts_are_those_of_one_call(ranks):
         close(parts[1], [whole[1][number] for number in others])
 
 
-# ---- Ends, and who is in the batch --------------------------------------------------------------
+# ---- Ends, and the rows of a batch --------------------------------------------------------------
 @pytest.mark.parametrize("eos", [3, [3, 4, 11]], ids=str)
 def test_a_rollout_ends_with_its_end_token(eos):
     """A finished rollout has one end token, its last.
@@ -253,7 +255,7 @@ def test_an_end_at_the_very_last_token_counts_as_finished():
 
 
 def test_each_rollout_is_yielded_once_soon_after_its_end():
-    """The loop that receives them is not in inference mode; the forward passes are."""
+    """The loop that receives the rollouts is not in inference mode; the forward passes are."""
     forwards, seen = [], []
     with MODEL.register_forward_pre_hook(
         lambda *_: forwards.append(torch.is_inference_mode_enabled())
@@ -268,7 +270,7 @@ def test_each_rollout_is_yielded_once_soon_after_its_end():
 def test_one_prefill_per_prompt_and_finished_rows_leave():
     """One forward pass computes all prompts; each further pass adds one token per row.
 
-    The number of rows falls as rollouts end, and the passes stop when all have ended.
+    The number of rows falls as rollouts end, and the passes stop soon after all have ended.
     """
     out, shapes = widths(MODEL, PROMPTS, 16, 500, eos_id=[3, 4, 11], seed=2)
     assert shapes[:2] == [(4, 70), (64, 1)] and {length for _, length in shapes[1:]} == {1}
@@ -279,7 +281,7 @@ def test_one_prefill_per_prompt_and_finished_rows_leave():
 
 
 def test_many_prompts_are_computed_in_pieces():
-    """30 prompts of up to 1,000 tokens need several prefills.
+    """30 prompts of up to 1,000 tokens need several forward passes.
 
     Each rollout equals the one from a call with its prompt alone.
     """
@@ -291,7 +293,7 @@ def test_many_prompts_are_computed_in_pieces():
 
 
 def test_the_bytes_of_keys_and_values_cap_the_rows_of_a_grid():
-    """The cache cannot hold 200 rows of 100,000 tokens, so they take turns, one grid at a time.
+    """200 rows of 100,000 tokens exceed the limit, so they form several grids, one at a time.
 
     The rollouts equal those of a run whose rows fit.
     """
@@ -312,13 +314,13 @@ def test_the_bytes_of_keys_and_values_cap_the_rows_of_a_grid():
 
 
 # ---- Attention ----------------------------------------------------------------------------------
-# Prompts, rows per prompt, heads, key-value heads, channels per head; the prompts' lengths; the
-# number of own tokens.
+# (prompts, rows per prompt, query heads, key-value heads, channels per head, the prompts' lengths,
+# own tokens in each row)
 ATTENTION = [
     (2, 3, 4, 2, 16, [5, 40], 9),
     (1, 1, 2, 2, 8, [7], 1),  # fewer channels than a kernel's tile, one own token
     (3, 12, 6, 1, 32, [80, 1, 17], 70),  # more queries and keys than fit in a tile
-    (2, 4, 8, 2, 24, [64, 3], 1),  # channels that are no power of two
+    (2, 4, 8, 2, 24, [64, 3], 1),  # a number of channels that is no power of two
 ]
 
 
@@ -409,8 +411,8 @@ def test_joined_matrices_are_the_same_model(shape, tmp_path):
 def test_compiled_functions_are_those_as_written(shape, monkeypatch, capsys):
     """Compiled functions return what the plain functions do.
 
-    Each function is compiled once for all sizes, and the first compilation prints a line. The code
-    path that compiles, which is for bf16 on CUDA, runs on the CPU here.
+    A fourth size causes no further compilation, and only the first compilation prints a line. The
+    code path that compiles, which is for bf16 on CUDA, runs on the CPU here.
     """
     monkeypatch.setattr(model_file, "in_bf16_on_gpu", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -441,7 +443,7 @@ def test_compiled_functions_are_those_as_written(shape, monkeypatch, capsys):
 
 
 class NothingWaits(TorchDispatchMode):
-    """A mode in which operations that move data to or from the host fail, as in a CUDA graph."""
+    """A mode in which operations that move data to or from the host fail, as in a CUDA capture."""
 
     waits = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "lift_fresh")
 
@@ -492,7 +494,7 @@ def test_damaged_weights_are_an_error(value, temperature):
 
 
 def test_the_seeds_of_thousands_of_prompts_take_no_time():
-    """Prompts that begin alike are not compared with each other; equal ones get other seeds."""
+    """Prompts that begin alike are not compared with each other. Equal prompts' seeds differ."""
 
     class Token(int):
         compared = 0
@@ -540,7 +542,7 @@ def program(*words):
 
 
 def test_the_program_answers_from_a_checkpoint(folder):
-    """sample.py prints n answers to the words of its command; equal seeds give equal answers."""
+    """sample.py prints n answers to the command's words; equal seeds give equal answers."""
     command = f"--checkpoint={folder}", "--n=3", "--max_new_tokens=9", "two", "words"
     status, out, _ = program(*command)
     assert (

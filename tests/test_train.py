@@ -1,5 +1,6 @@
-"""Tests of training: a short run; its parts, compared with numbers worked out by hand; what ends a
-run, or part of it; and the messages before a run starts.
+"""Tests of training: a short run, the parts of a run, what ends a run, and messages before a run.
+
+The parts, such as rewards and lessons, are compared with results worked out by hand.
 """
 
 import itertools

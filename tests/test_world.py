@@ -1,7 +1,7 @@
 """Tests of the laptop world (its workers' replies and its questions), and of assets/unseen.py.
 
 Replies are compared with replies worked out by hand. How often a worker acts on a vague
-instruction, or on one of a different trade, is compared with the world's constants.
+instruction, or on one for a different trade, is compared with the world's constants.
 """
 
 import importlib
