@@ -71,7 +71,8 @@ def advantages(rewards, mask=None):
 def set_advantages(groups: list[list[Rollout]], recursion=False, cost_weight=0.0):
     """Set `advantage` and `wrong_share` of every rollout from the results of its group.
 
-    A reward of None marks a lost rollout. All groups have the same size.
+    A rollout whose reward is None is left out, and its advantage is 0. All groups must have the
+    same size.
 
     Args:
         recursion: Whether to divide the advantages of first rounds by 4. The paper multiplies the

@@ -19,7 +19,8 @@ A run writes these files into --out:
     checkpoints/       the Conductor, saved every --save_every iterations and at the end; the newest
                        checkpoint also has the state of training, which --resume needs
     checkpoint         a link to the newest checkpoint
-    reference/         the policy that the KL is measured against
+    reference/         the policy that the KL is measured against; absent if the run has no KL or
+                       uses the reference of the run that it starts from
     test.json, .jsonl  eval.py's table of the finished run, and the rollouts behind it
 
 To continue a run that was killed, repeat its command with --resume."""
@@ -365,12 +366,14 @@ def train(settings: Settings):
 
     The code in this file keeps a contract: random choices depend only on the seed, the iteration
     and the files on disk, and the whole state of a run consists of its newest checkpoint, the
-    traces of later iterations, the workers' replies and settings.json. A run that is killed and
-    resumed therefore ends with the same weights as an uninterrupted run on the same number of
-    ranks. A different number of ranks changes only the rounding.
+    reference policy, the traces of later iterations, the workers' replies and settings.json. A run
+    that is killed and resumed therefore ends with the same weights as an uninterrupted run on the
+    same number of ranks. With a different number of ranks, results are rounded differently, which
+    now and then changes a sampled token.
     """
     run = set_up(settings)  # loads the newest checkpoint, or does the warm start
-    # If the run was killed between saving and measuring its newest checkpoint, measure it now.
+    # If the run ended after its newest checkpoint was saved and before it was measured, measure the
+    # checkpoint now.
     measure_held_out(run, settings, run.first_iteration)
     recent = deque(maxlen=10)  # the durations of the last ten iterations, in seconds
     for iteration in range(run.first_iteration, settings.iterations):
@@ -397,7 +400,7 @@ def train(settings: Settings):
 
         # 3. Update the policy (Eq. 1).
         reports = learn(run, groups, settings, iteration)
-        torch.cuda.empty_cache()  # and vice versa
+        torch.cuda.empty_cache()  # blocks cached by learning have wrong sizes for sampling
         seconds = {
             "rollout_s": rolled_out - started,
             "learning_s": time.perf_counter() - rolled_out,
@@ -444,9 +447,9 @@ def find_reason_to_stop(run: Run, groups: Groups, calls: list[Call]) -> str:
     """Return why the run must stop instead of using these rollouts, or "".
 
     `calls` are this rank's calls. All ranks call this function. The run stops if the budget is
-    spent, if a worker no longer answers, or if three quarters of the rollouts are lost, because the
-    next iterations would fare no better. An occasional failed call does not stop the run, because
-    it loses only one rollout.
+    spent, if a worker's last eight calls all failed, or if at least three quarters of the
+    rollouts are lost, because the next iterations would fare no better. An occasional failed call
+    does not stop the run, because it loses only one rollout.
     """
     outcomes = {}  # worker's name -> is_answered of each of its calls, oldest first
     for call in sorted(all_gather(calls)):
@@ -469,9 +472,9 @@ def find_reason_to_stop(run: Run, groups: Groups, calls: list[Call]) -> str:
 
 
 def save_and_leave(run: Run, settings: Settings, iteration: int, reason_to_stop: str):
-    """Save a checkpoint from which --resume can redo this iteration, then exit.
+    """Save a checkpoint, unless the last iteration did, and exit. --resume redoes this iteration.
 
-    The iteration has no trace file, so --resume rolls it out again: it samples the same workflows,
+    This iteration has no trace file, so --resume rolls it out again: it samples the same workflows,
     reuses the replies that are on disk, and calls workers only for the missing ones.
     """
     state = Path(settings.out, f"checkpoints/{iteration:05d}/state")
@@ -522,7 +525,7 @@ def first_rounds(run: Run, settings: Settings, iteration: int) -> Iterator[Rollo
 
 
 def copies(question: Rollout, settings: Settings) -> list[Rollout]:
-    """Return n_rollouts copies of a question, numbered from 0. The numbers seed the sampler."""
+    """Return n_rollouts copies of a question, numbered from 0, to be sampled differently."""
     return [replace(question, number=number) for number in range(settings.n_rollouts)]
 
 
@@ -530,9 +533,10 @@ def second_rounds(groups: Groups, settings: Settings, iteration: int) -> Groups:
     """Return second rounds, still without workflows, for half of the questions (section 3.2).
 
     All second rounds of a question continue the same answered rollout, which is chosen at random.
-    With recursion_rewards=sum, each answered rollout is continued once instead. Even iterations
-    take the first two of every four questions and odd iterations the last two. So if two kinds of
-    question alternate in the data, both kinds get second rounds.
+    With recursion_rewards=sum, each answered rollout is continued once instead. A question without
+    an answered rollout gets no second round. Even iterations take the first two of every four
+    questions and odd iterations the last two. So if two kinds of question alternate in the data,
+    both kinds get second rounds.
     """
     half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of every four questions
     asked = []
@@ -566,8 +570,8 @@ def begin_rollouts(
 ) -> list[Rollout]:
     """Roll out this rank's part of each question's rollouts, and return that part as one list.
 
-    What is sampled for a rollout depends on the rollout's number, not on the rank. A record of
-    every call to a worker is appended to `calls`.
+    What is sampled for a rollout depends on the seed and the rollout's number, not on the rank. A
+    record of every call to a worker is appended to `calls`.
 
     This function does not wait for other ranks, so a modified version of this file may run it in a
     thread while the model learns. That version must not sample ahead across a checkpoint, because
@@ -606,8 +610,8 @@ def my_part(items: list) -> list:
 
 def gather_rollouts(asked: Groups, mine: list[Rollout]) -> Groups:
     """Return the rollouts of all ranks, on every rank, grouped and ordered like `asked`."""
-    # Pools and problems cannot be sent to other ranks, so `strip` removes them from the rollouts.
-    # Every rank has them in `asked`.
+    # `strip` removes pools, which cannot be sent to other ranks, and problems, which need not be
+    # sent. Every rank takes both from `asked`.
     done = {(r.call_prefix, r.number): r for r in all_gather([strip(r) for r in mine])}
     groups = [[done[r.call_prefix, r.number] for r in group] for group in asked]
     for r, question in zip(itertools.chain(*groups), itertools.chain(*asked)):
@@ -643,7 +647,7 @@ LARGEST_REWARD = 1e15  # Eq. 2 squares rewards in fp32, whose largest number is 
 def own_reward(rollout: Rollout, function: str) -> float:
     """Return the reward that the user's function FILE.py:NAME gives to a rollout.
 
-    Raises ValueError if the function fails or its result is not a number of reasonable size.
+    Raises ValueError if the function fails or does not return a number within ±LARGEST_REWARD.
     """
     try:
         value = float(load_function(function)(rollout))
@@ -658,7 +662,7 @@ def own_reward(rollout: Rollout, function: str) -> float:
 
 
 def assign_advantages(groups: Groups, settings: Settings):
-    """Set the advantage of every rollout: Eq. 2 over the rollouts of its question.
+    """Set the advantage (Eq. 2) and the wrong_share of every rollout.
 
     The paper multiplies the rewards of first rounds by 0.25 and normalises "across rounds".
     settings.recursion_rewards selects one of three readings of this:
@@ -667,16 +671,16 @@ def assign_advantages(groups: Groups, settings: Settings):
                     of 0.25, so the factor is applied to the advantages of first rounds instead of
                     their rewards.
         together    The rewards of both rounds are normalised as one group.
-        sum         A first round and the second round that continues it share one reward, the sum
-                    of their rewards. The sums are normalised as one group.
+        sum         A first round and the second round that continues it, if any, share one reward,
+                    the sum of their rewards. The sums are normalised as one group.
     """
     if settings.recursion_rewards == "apart":
         return set_advantages(groups, settings.recursion, settings.cost_weight)
     for group in groups:
         set_advantages([group])  # sets wrong_share; the advantages are replaced below
 
-    # With "sum", a first round and the second round that continues it share one reward. With
-    # "together", each rollout has its own.
+    # With "sum", a first round has the same key as the second round that continues it. With
+    # "together", each rollout of a question has a different key.
     questions = {}  # call_prefix -> {key of a reward: the rollouts that share it}
     for r in itertools.chain(*groups):
         key = r.number if settings.recursion_rewards == "sum" else (r.number, r.previous is None)
@@ -687,7 +691,7 @@ def assign_advantages(groups: Groups, settings: Settings):
         for rollouts in shared.values():
             known = [r for r in rollouts if r.reward is not None]
             rewards.append(sum((0.25 if r.previous is None else 1.0) * r.reward for r in known))
-            mask.append(len(known) == len(rollouts))  # False if any of them is lost
+            mask.append(len(known) == len(rollouts))  # False if any is lost
         [row] = advantages([rewards], [mask]).tolist()
         for rollouts, advantage in zip(shared.values(), row):
             for r in rollouts:
@@ -697,7 +701,7 @@ def assign_advantages(groups: Groups, settings: Settings):
 def track_wrong_shares(run: Run, groups: Groups):
     """Update the running share of wrong answers for each kind of question.
 
-    `first_rounds` uses these shares to draw questions. A question whose rollouts were all lost
+    `first_rounds` uses these shares to draw questions. A group in which no rollout has a reward
     changes nothing.
     """
     for group in groups:
@@ -709,11 +713,12 @@ def track_wrong_shares(run: Run, groups: Groups):
 def learn(run: Run, groups: Groups, settings: Settings, iteration: int) -> list[dict]:
     """Take one optimizer step on each minibatch (Eq. 1); return the statistics of each `update`.
 
-    After the first step the policy differs from the sampler's, so the clip in Eq. 1 takes effect.
+    After the first step, the policy is no longer the one that sampled the rollouts, so the clip in
+    Eq. 1 begins to matter. Three skipped steps in a row end the program.
 
-    If most of a question's answers are wrong (RARELY_RIGHT), its right rollouts are put into every
-    minibatch. If each were in only one, the KL penalty in the other steps would undo what that step
-    learned from it. The paper does not do this.
+    If the share of wrong answers to a question exceeds RARELY_RIGHT, every minibatch contains all
+    right rollouts of that question. If each were in only one minibatch, the KL penalty in the other
+    steps would undo what the policy learned from it. The paper does not repeat rollouts.
     """
     factor = schedule(iteration, settings.iterations, 0.03)
     run.optimizer.param_groups[0]["lr"] = settings.lr * factor
@@ -763,8 +768,8 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 def my_share(rollouts: list[Rollout]) -> list[Rollout]:
     """Return the consecutive rollouts that this rank passes to `update`.
 
-    All ranks get about the same number of tokens. The rollouts are consecutive because neighbours
-    often share a prompt, which a rank then computes only once.
+    All ranks get about the same number of completion tokens. The rollouts are consecutive because
+    neighbours often share a prompt, which fewer ranks then have to compute.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     ends = list(itertools.accumulate(len(r.tokens) for r in rollouts))
@@ -832,9 +837,9 @@ def random_lesson(
 ) -> tuple[list[dict], str]:
     """Return a chat that asks for a workflow, and the answer to learn: a random workflow.
 
-    A random workflow teaches the format without favouring any choice of workers or subtasks. A tiny
-    Conductor's answer begins with a plan, which repeats the first words of the question; learning
-    to copy these words teaches the model to read the question.
+    A random workflow teaches the format without favouring any choice of workers or subtasks. A new
+    tiny Conductor's answer begins with a plan, which repeats the first words of the question;
+    learning to copy these words teaches the model to read the question.
 
     Args:
         problem: The problem whose question the chat asks.
@@ -898,7 +903,7 @@ def warm_start(run: Run, settings: Settings):
         total = sum(sum(row_weights) for row_weights in weights)
         longest = max(len(prompt) + len(completion) for prompt, [completion] in rows)
         # Deal the lessons to the ranks in turn. All ranks together process `stride` lessons at a
-        # time, so that no rank exceeds the token budget.
+        # time, so that no rank exceeds the token budget, unless a single lesson does.
         stride = world * max(1, settings.token_budget // longest)
         for i in range(rank, n_lessons, stride):
             mine = slice(i, i + stride, world)
@@ -913,8 +918,9 @@ def warm_start(run: Run, settings: Settings):
 def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tuple[tuple, list]:
     """Return a lesson as token ids (prompt, [completion]), and each completion token's loss weight.
 
-    A tiny model also learns to predict the chat itself, with a tenth of the weight, because this
-    teaches it to tell questions apart. Its prompt is therefore only the first token of the chat.
+    A new tiny model also learns to predict the chat itself, with a tenth of the weight, because
+    this teaches the model to tell questions apart. The prompt in its rows is therefore only the
+    first token of the chat.
     """
     chat, answer = random_lesson(problem, rng, run.pool, run.prompting, settings)
     prompt = run.tokenizer.chat(chat)
@@ -1012,13 +1018,14 @@ def default_warm_steps(start: str, config: Config) -> int:
 def load_start(
     start: str, problems: list, pool: list, prompting: Prompting, settings: Settings
 ) -> tuple[Qwen, Tokenizer]:
-    """Load and shard the model `start`, and load its tokenizer. If start is "", create tiny ones.
+    """Load and shard the model `start`, and load its tokenizer. If start is "", create both, tiny.
 
     With LoRA, the frozen weights always come from --init_from, because this run's checkpoints hold
     rounded weights, with LoRA's matrices already merged into them.
     """
     if settings.offload and settings.device == "cuda":
-        # Adam then runs on the CPU. Let it use all cores; torchrun's default is one thread.
+        # Adam then runs on the CPU. Divide all cores among the ranks; by default, torchrun gives
+        # each rank one thread.
         torch.set_num_threads(max(1, os.cpu_count() // ranks_here()))
     if not start:
         model, tokenizer = tiny_conductor(problems, pool, prompting, settings)
@@ -1064,7 +1071,8 @@ def load_reference(run: Run, settings: Settings, is_new: bool) -> Qwen:
     """Return the reference policy, against which the KL is measured.
 
     The reference is the policy before the first iteration, which a new run writes to
-    --out/reference. A run that starts from another run's Conductor uses that run's reference.
+    --out/reference. A run that starts from another run's Conductor uses that run's reference, if
+    there is one.
     """
     folder = Path(settings.out, "reference")
     earlier = Path(settings.init_from).parent / "reference"
@@ -1101,9 +1109,10 @@ def choose_prompting(settings: Settings) -> Prompting:
 
 
 def check_unchanged(checkpoint: Path, prompting: Prompting, pool: list):
-    """Raise ValueError if workers or examples, which come from files, differ from a checkpoint's.
+    """Raise ValueError if the workers or the examples are not those of the checkpoint.
 
-    Workers may get another URL, key or price, but not another name or place in the pool.
+    Both come from files, which may have been edited. A worker may get a different URL, key or
+    price, but not a different name or place in the pool.
     """
     saved, _, names = read_prompting(str(checkpoint))
     if saved != prompting or names != [worker.name for worker in pool]:
@@ -1116,10 +1125,11 @@ def check_unchanged(checkpoint: Path, prompting: Prompting, pool: list):
 def check_longest_prompt(run: Run):
     """End the program if the model's context is too short for the longest question.
 
-    The context must hold the question's whole prompt and max_new_tokens more.
+    The context must hold the question's whole prompt and max_new_tokens more. The longest question
+    is taken to be the one with the most bytes, because counting the tokens of all takes seconds.
     """
     questions = [problem.question for problem in run.problems + run.test]
-    longest = max(questions, key=lambda question: len(question.encode()))  # in bytes
+    longest = max(questions, key=lambda question: len(question.encode()))
     chat = conductor_chat(Rollout(longest, run.pool), run.prompting)
     n_read = len(run.tokenizer.chat(chat))
     n_written = run.prompting.max_new_tokens
@@ -1136,8 +1146,8 @@ def measure_held_out(run: Run, settings: Settings, done: int):
     The accuracy is stored as `held_out` in the last line of metrics.jsonl. Does nothing if it is
     already there, if no checkpoint is due after `done` iterations, or if there are no held-out
     problems. Also does nothing after the last iteration, because `print_results` measures the last
-    checkpoint. If the budget is spent or most answers are lost, the run stops, and --resume
-    measures the checkpoint again.
+    checkpoint. If the budget is spent or at least three quarters of the answers are lost, the run
+    stops, and --resume measures the checkpoint again.
     """
     file = Path(settings.out, "metrics.jsonl")
     *lines, last = on_rank0(lambda: file.read_text().splitlines()) or ["{}"]
@@ -1167,7 +1177,7 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
     """Return one rollout per problem, sampled greedily. All ranks call this and share the work.
 
     Args:
-        name: The prefix of all call ids. Replies are kept on disk under these ids.
+        name: The prefix of all call ids. If replies are kept on disk, they are found by these ids.
     """
     write = model_writer(whole_copy(run.model), run.tokenizer, run.prompting, temperature=0.0)
     system = evaluation.conductor(
@@ -1178,7 +1188,7 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
     )
     mine = my_part(problems)
     pools = [run.pool] * len(mine)
-    if settings.shuffle:  # each problem gets the whole pool, in an order that its id determines
+    if settings.shuffle:  # Each problem gets the whole pool, in a random order seeded by its id.
         pools = [random.Random(p.id).sample(run.pool, len(run.pool)) for p in mine]
     rollouts = all_gather([strip(r) for r in on_all_ranks(lambda: system(mine, pools, name))])
     return [replace(rollout, problem=problem) for rollout, problem in zip(rollouts, problems)]
@@ -1187,7 +1197,8 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
 def print_results(run: Run, settings: Settings):
     """Print eval.py's table, which compares the Conductor, each worker alone and random workflows.
 
-    With --shuffle, first prints the Conductor's accuracy with shuffled pools. All ranks call this.
+    With --shuffle, first prints the Conductor's accuracy with shuffled pools. With --n_test=0, only
+    prints how to ask the Conductor a question. All ranks call this.
     """
     print0(f"python workflow.py QUESTION --checkpoint={settings.out}/checkpoint asks it; a table:")
     run.optimizer = run.reference = None  # free their memory for the evaluation
@@ -1214,7 +1225,7 @@ def print_results(run: Run, settings: Settings):
 # ---- What a run needs ---------------------------------------------------------------------------
 
 GIB = 1 << 30
-PROMPT = 1000  # the prompt length, in tokens, that the estimates below assume
+PROMPT = 1000  # tokens of a typical few-shot prompt, for the estimates below
 SHAPES = {  # the Configs of models that may not have been downloaded yet
     "Qwen/Qwen2.5-7B": Config(),
     "Qwen/Qwen2.5-0.5B-Instruct": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
@@ -1242,7 +1253,7 @@ MAXIMUM = {"ask_solved_probability": 1, "beta2": 0.9999, "max_steps": 100}
 
 
 def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict], str]:
-    """Before anything expensive starts, look for everything that would make the run fail later.
+    """Before anything expensive starts, look for reasons why the run would fail later.
 
     Returns:
         The model's Config, or None if it is unknown; the entries of the pool; and a text that lists
@@ -1296,7 +1307,7 @@ def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict]
     if entries:
         missing += check_workers(settings, entries)
         attempt("money", check_money, settings, entries, len(test))
-    # Call each worker once, except in a dry run that would cost money.
+    # If nothing is missing, call each worker once, except in a dry run if calls may cost money.
     if not missing and not (settings.dry_run and probable_cost(entries, 1) != 0.0):
         pool = load_pool(settings.pool, budget=settings.budget)
         missing += [str(word) for word in ping_workers(pool) if isinstance(word, WorkerError)]
@@ -1342,7 +1353,7 @@ def check_workers(settings: Settings, entries: list[dict]) -> list[str]:
 def check_money(settings: Settings, entries: list[dict], n_test: int):
     """Print an estimate of how many calls the run makes and what they cost.
 
-    Raises ValueError if a run that costs money has no --budget, or if --cost_weight is set and a
+    Raises ValueError if a run that may cost money has no --budget, or if --cost_weight is set and a
     worker has no price.
     """
     rollouts = settings.iterations * settings.n_questions * settings.n_rollouts
@@ -1381,7 +1392,7 @@ def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
     weights = share * (12 * n_trained + frozen)
     reference = width * n if settings.beta else 0
 
-    # While sampling: a whole copy of the model, and the keys and values of all rollouts.
+    # While sampling: a whole copy of the model, and the keys and values of this process's rollouts.
     n_tokens = settings.n_questions * (
         PROMPT + settings.n_rollouts // world * settings.max_new_tokens
     )
@@ -1439,6 +1450,7 @@ def check_room(settings: Settings, config: Config):
     # the previous checkpoint's state is deleted only after the newest one is written.
     n_checkpoints = math.ceil(settings.iterations / settings.save_every)
     disk = whole * (n_checkpoints + 1) + 12 * n_trained * min(2, n_checkpoints)
+    # --out may not exist yet; its nearest parent that exists is on the same disk.
     existing = next(filter(Path.exists, Path(settings.out, "new").absolute().parents))
 
     if settings.dry_run:
@@ -1488,8 +1500,8 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
 def try_run(settings: Settings, config: Config, entries: list[dict]):
     """Do the largest update with random weights, and print how long it takes.
 
-    If all workers are free, also prints an estimate of how long the whole run takes. On a CPU, a
-    model of more than 100 million parameters is not tried.
+    If the pool's `entries` are given and all workers are free, also prints an estimate of how long
+    the whole run takes. On a CPU, a model of more than 100 million parameters is not tried.
     """
     if settings.device == "cpu" and count_parameters(config) > 1e8:
         return print0("the largest step was not tried: it takes a GPU")
@@ -1552,7 +1564,7 @@ def seconds_of(job: Callable) -> float:
 
 
 def read_shape(start: str) -> Config:
-    """Return a checkpoint's Config.
+    """Return the Config of the model `start`.
 
     Raises ValueError if the tokenizer has ids for which the model has no embedding.
     """
@@ -1571,7 +1583,7 @@ def count_parameters(config: Config, lora_rank: int = 0) -> int:
 
 
 def dtype_for(config: Config, device) -> torch.dtype:
-    """Return the dtype that a model computes in. Trained weights are always stored in fp32."""
+    """Return the dtype that a model computes in. While being trained, weights are kept in fp32."""
     return torch.float32 if count_parameters(config) < TINY else compute_dtype(device)
 
 
@@ -1579,7 +1591,7 @@ def shard(model: Qwen, settings: Settings) -> Qwen:
     """Divide weights, gradients and Adam's state among the ranks (FSDP2); return the same model.
 
     Trained weights stay in fp32. With LoRA, the frozen weights are converted to the dtype that the
-    model computes in.
+    model computes in. Also sets the model's `recompute` and `compute_device`.
     """
     mesh = dist.init_device_mesh(settings.device, (dist.get_world_size(),))
     dtype = dtype_for(model.config, settings.device)
@@ -1627,8 +1639,8 @@ def adam(model: Qwen, beta2: float) -> torch.optim.AdamW:
 def on_all_ranks(job: Callable):
     """Run a job on every rank, and return this rank's result.
 
-    If the job fails on any rank, the program ends and prints the error of the lowest such rank. All
-    ranks call this.
+    If the job fails with one of the errors below on any rank, the program ends and prints the error
+    of the lowest such rank. All ranks call this.
     """
     result = None
     error = None
@@ -1690,7 +1702,7 @@ def metrics_of(iteration: int, groups: Groups, reports: list[dict], seconds: dic
     """Return an iteration's line of metrics.jsonl as a dict, in which None means "no value".
 
     reward, accuracy, parsed, steps, workers, by_kind and steps_by_kind cover first rounds only, and
-    again_accuracy covers second rounds only. All other metrics cover both.
+    again_accuracy covers second rounds only. All other metrics of rollouts cover both.
     """
     rollouts = [*itertools.chain(*groups)]
     first = [r for r in rollouts if r.previous is None]
@@ -1829,7 +1841,7 @@ def open_folder(settings: Settings, first_iteration: int):
 
 
 def start_wandb(settings: Settings):
-    """Start a run on Weights & Biases. Raises ValueError if that fails, as without an API key."""
+    """Start a run on Weights & Biases. Raises ValueError if it fails to start."""
     try:
         import wandb
 
@@ -1841,7 +1853,7 @@ def start_wandb(settings: Settings):
 def read_metrics(file: Path) -> list[str]:
     """Return the lines of metrics.jsonl, except a last line that was cut short by a kill.
 
-    Raises ValueError if any other line is damaged, and names the line.
+    Raises ValueError, naming the line, if any other line is damaged.
     """
     *lines, _ = file.read_text(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
@@ -1938,7 +1950,8 @@ RELEARN = "Delete this folder, and --resume learns its iterations again, from th
 def newest_checkpoint(settings: Settings) -> Path | None:
     """Return the folder of the checkpoint to resume from, or None to start from the beginning.
 
-    Raises ValueError, naming the folder, if a checkpoint is damaged.
+    Raises ValueError, naming the folder, if this checkpoint is damaged or any other one has no
+    weights.
     """
     if not settings.resume:
         return None
@@ -1968,7 +1981,7 @@ def check_sums(folder: Path):
 def checksums(folder: Path) -> dict[str, int]:
     """Return {path inside the folder: CRC-32} for all files in a folder except checksums.json.
 
-    Reads about 2 GB/s, so the checkpoint of a 7B model takes about a minute.
+    Reads about 2 GB/s, so a 7B model's checkpoint with its state takes about a minute.
     """
     sums = {}
     for file in sorted(folder.rglob("*")):
@@ -2109,7 +2122,7 @@ def read_command(argv: list[str]) -> Settings:
 
     Without --preset, the GPUs determine the preset, and a new run prints which one and why.
     With --resume, flags that are not given keep the values that the run has in its settings.json.
-    Without --device, the run uses GPUs if there is one for each process and the model is not tiny.
+    Without --device, a new run uses GPUs if each process has one and the model is not tiny.
     """
     processes = ranks_here()
     gpu_bytes = [
@@ -2156,7 +2169,7 @@ def read_command(argv: list[str]) -> Settings:
 def is_tiny(init_from: str) -> bool:
     """Return whether a model is so small that a CPU trains it faster than a GPU.
 
-    A model that has not been downloaded yet counts as larger.
+    A model that is not in a local folder counts as larger, whether downloaded or not.
     """
     if not init_from:
         return True
@@ -2247,7 +2260,7 @@ def default_preset(processes: int, gpu_bytes: list[int]) -> tuple[str, str]:
 def interrupted(settings: Settings):
     """Handle Ctrl-C: end the program immediately, without waiting for workers' replies.
 
-    This has the same effect as a kill, after which --resume can continue the run.
+    The run's files are left as after a kill, so --resume can continue the run.
     """
     if os.environ.get("RANK", "0") == "0":
         can_resume = os.path.exists(f"{settings.out}/settings.json") and not settings.dry_run

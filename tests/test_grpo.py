@@ -113,12 +113,12 @@ def same(a, b, tolerance=1e-5):
 
 
 def test_advantages_by_hand():
-    """An advantage is (reward - mean) / std of its own group; other groups do not matter."""
+    """An advantage is (reward - mean) / std, where mean and std are those of the group alone."""
     rewards = [[0.0, 0.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5], [0.0, 0.5, 0.5, 1.0]]
     r = math.sqrt(2)  # of [0, .5, .5, 1]: mean .5, variance 1/8, so ±.5 is ±√2
     expected = torch.tensor([[-1.0, -1, 1, 1], [0, 0, 0, 0], [-r, 0, 0, r]])
     torch.testing.assert_close(advantages(rewards), expected)
-    # In fp32, the mean of eleven equal rewards differs from them. They still have no spread.
+    # In fp32, the mean of eleven rewards of 0.7 is not 0.7, but their advantages must still be 0.
     assert torch.full((11,), 0.7).sum() / 11 != torch.tensor(0.7)
     assert not advantages([[0.7] * 11]).any()
     # The sum of large rewards, which a user's function may give, is rounded more coarsely.
@@ -128,7 +128,7 @@ def test_advantages_by_hand():
 
 @pytest.mark.parametrize("junk", [0.0, 100.0])
 def test_lost_rollouts_are_in_no_statistic(junk):
-    """A masked rollout gets 0, and its reward does not influence the others' advantages."""
+    """A masked rollout gets an advantage of 0, and its reward influences no other advantage."""
     mask = [[True, True, False, True], [False] * 4, [False, True, False, False]]
     got = advantages([[0.0, 0.0, junk, 1.5], [junk, 1, 0, 1], [0, 1.0, 0, junk]], mask)
     scale = math.sqrt(0.5)  # of [0, 0, 1.5]: mean .5, variance .5
@@ -159,9 +159,10 @@ def test_first_rounds_weigh_a_quarter_where_there_are_second_ones():
 
 
 def test_dollars_above_the_mean_of_the_group_cost_advantage():
-    """The term for the cost is added after the division by std.
+    """The penalty for the cost is subtracted after the division by std.
 
-    If it were divided by std, too, a small difference in price would count as a wrong answer.
+    If the penalty were divided by std, too, a small difference in cost between two right answers
+    would weigh as much as the difference between a right and a wrong answer.
     """
     group = [
         rollout([1], [2], [0.0], reward=x, right=x == 1.0, replies=[Reply("", 1, 1, cost)])
@@ -189,8 +190,8 @@ def test_the_kl_weighs_the_share_of_wrong_answers():
 def test_surrogate_by_hand():
     """Eq. 1 at ε = 0.2: the smaller of the clipped and the unclipped product.
 
-    The ratios lie on both sides of the clip, the advantages have both signs, and there is one
-    advantage for all tokens or one for each.
+    The ratios lie above, below and inside the clip's range. The advantages have both signs, and
+    there is one for all tokens or one for each.
     """
     ratio, old = torch.tensor([1.5, 0.5, 1.1, 1.0]), torch.tensor([-1.0, -2.0, -0.3, 0.0])
     new = old + ratio.log()
@@ -206,7 +207,8 @@ def test_surrogate_by_hand():
 def test_kl_by_hand():
     """KL(π_ref ‖ π) is a sum over the ids that can be sampled.
 
-    Here the policy gives each of three ids 1/3, and the reference gives them 1/2, 1/4 and 1/4.
+    Here the policy gives three ids a probability of 1/3 each, and the reference gives them 1/2, 1/4
+    and 1/4.
     """
     model = tiny(vocab_size=4, tie_word_embeddings=False)
     with torch.no_grad():
@@ -223,7 +225,8 @@ def test_kl_by_hand():
 # --------------------------------------------------------------------------------------------------
 # Token log-probabilities: a packed row against one forward per rollout
 
-# Each group's (length of the prompt, lengths of the completions); arguments; the model's shape.
+# Case -> ([(length of a group's prompt, lengths of its completions)], arguments of packed_logprobs,
+# changes to the model's shape).
 CASES = {
     "odd lengths": ([(7, [3, 11, 1, 6])], {}, {}),
     "one token each": ([(5, [1, 1, 1])], {}, {}),
@@ -359,7 +362,7 @@ def test_the_prompt_is_computed_once():
 
 
 def group(model, prompt_length, lengths, advantages, seed):
-    """Return rollouts of one prompt, each of which ends with END.
+    """Return rollouts of one prompt. Each completion ends with END.
 
     Their recorded log-probabilities differ so much from the model's that some tokens are clipped.
     """
@@ -401,7 +404,7 @@ def loop(
     temperature=1.0,
     n_ids=None,
 ):
-    """Return the gradients of Eq. 1 and the statistics, from one forward pass per rollout."""
+    """Compute the gradients of Eq. 1 and the statistics with one forward pass per rollout."""
     total, tokens, stats = 0.0, 0, dict.fromkeys(STATISTICS, 0.0)
     for r in rollouts:
         logp = every_logprob(model, r.prompt_ids, r.tokens, temperature, n_ids)
@@ -416,7 +419,7 @@ def loop(
             gain += min(ratio * r.advantage, ratio.clamp(1 - clip, 1 + clip) * r.advantage)
             gain -= beta * r.wrong_share * k
         total = total - gain / len(r.tokens) / len(rollouts)
-        if r.advantage or beta * r.wrong_share:  # update does not compute the others
+        if r.advantage or beta * r.wrong_share:  # `update` leaves all other rollouts out
             tokens += len(new)
             log_ratio = new.detach() - torch.tensor(r.logprobs)
             stats["gap"] += log_ratio.abs().sum()
@@ -436,7 +439,7 @@ def loop(
 def step(model, rollouts, **how):
     """Return the gradients and the statistics of an update of a copy of the model.
 
-    With SGD and a learning rate of 1, a gradient is the change of the parameter.
+    With SGD and a learning rate of 1, each parameter decreases by its gradient.
     """
     moved = copy.deepcopy(model)
     sgd = torch.optim.SGD(moved.parameters(), lr=1.0)
@@ -488,9 +491,9 @@ def test_a_step_that_is_not_finite_is_skipped(poison):
 
 
 def test_rollouts_without_spread_move_nothing_but_count():
-    """If all advantages are zero, there is no forward pass and no change.
+    """If the advantages of all rollouts are zero, no weight changes.
 
-    Together with equally many other rollouts, they halve the step, because they count in the mean.
+    Two such rollouts halve the step of two others, because all four count in the mean.
     """
     model = tiny()
     lone, still = group(model, 7, [3, 6], [1.0, -1.0], 1), group(model, 5, [4, 2], [0.0, 0.0], 3)
@@ -546,7 +549,7 @@ def test_micro_batches_lose_and_repeat_nothing(budget):
         (11, [(10, [8, 2, 6, 4])], [[2, 4], [6], [8]]),
         (13, [(3, [2, 2]), (4, [5])], [[2, 2, 5]]),
         (12, [(3, [2, 2]), (4, [5])], [[2, 2], [5]]),
-        # A long prompt is computed at most twice.
+        # The long prompt is computed only twice, because its tokens do not count.
         (8192, [(20_000, [250] * 64)], [[250] * 32, [250] * 32]),
     ],
 )
@@ -562,7 +565,7 @@ def test_micro_batches_fill_the_budget_with_alike_lengths(budget, shapes, expect
 
 # Number of ranks -> the groups of each rank.
 SHARES = {1: [[0, 1, 2, 3]], 2: [[1], [3, 0, 2]], 3: [[0, 1, 2], [], [3]]}
-# Arguments of the update. "no spread" and "not finite" also change the advantages.
+# Run -> arguments of `update`. The runs "no spread" and "not finite" also change the advantages.
 RUNS = {
     "plain": dict(token_budget=20, max_grad_norm=1e9),
     "clipped with KL": dict(
@@ -604,7 +607,7 @@ def shard(model):
 
 
 def one_rank(rank, folder):
-    """Run all of RUNS on 3, 2 and 1 ranks; each rank saves its outcomes in the folder."""
+    """Take part in all of RUNS on 3, 2 and 1 ranks, and save this rank's outcomes in the folder."""
     for world in (3, 2, 1):
         if rank < world:
             store, patience = f"file://{folder}/store{world}", datetime.timedelta(seconds=120)
@@ -642,8 +645,8 @@ one_process = functools.cache(outcome)  # without sharding
 def test_any_number_of_ranks_gives_the_same_update(world, run, ranks):
     """Weights and statistics after two updates equal those of one process.
 
-    The ranks have different numbers of groups, one of them none. Each runs as many forward passes
-    as the rank with most batches needs.
+    Several ranks have different numbers of groups, and one of three has none. Each rank runs as
+    many forward passes as the rank with the most batches needs.
     """
     weights, stats, _ = one_process(run, (0, 1, 2, 3))
     start = dict(tiny(tie_word_embeddings=run != "plain").named_parameters())

@@ -67,7 +67,7 @@ from workflow import Prompting, Rollout, Step, Workflow, WorkflowError, as_lists
 from workflow import read_prompting, rollout_from_json, show
 
 WORKFLOW = Workflow([Step(0, "Find it.", []), Step(1, "Check it.", [0], wrote_all=True)])
-POOL = [None] * 5  # stands for five workers where no call is made
+POOL = [None] * 5  # stands for five workers in tests that call none
 SHORT = Prompting("short")
 
 # ---- A short run ---------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_a_run_says_how_it_goes_and_leaves_a_conductor_to_ask(tmp_path):
         assert rollout_from_json(json.loads(next(file))).reward is not None
 
 
-# ---- Its parts -----------------------------------------------------------------------------------
+# ---- The parts of a run --------------------------------------------------------------------------
 
 
 def of(right, workflow=WORKFLOW, cost=0.0, **more):
@@ -180,7 +180,7 @@ def test_first_rounds_take_the_next_questions_and_begin_again():
     assert [r.question[-1] for r in itertools.chain(*asked)] == [*"012345012345"]
     assert all(r.workers == [0, 1, 2, 3, 4] for r in asked[0])
     names = [r.call_prefix for r in itertools.chain(*asked)]
-    # A replay file finds an earlier run's replies by these prefixes.
+    # A resumed run finds the replies on disk by these prefixes.
     assert names == [f"1/{i // 4}/{i}" for i in range(12)]
 
 
@@ -189,7 +189,7 @@ def test_first_rounds_have_no_end_and_depend_on_the_seed_and_the_iteration_alone
     one, other = (first_rounds(a_run(), settings, 3) for _ in range(2))
     assert [*itertools.islice(one, 50)] == [*itertools.islice(other, 50)]
     prefixes = [r.call_prefix for r in itertools.islice(one, 50)]
-    assert len({*prefixes}) == 50  # so that no two rollouts share replies
+    assert len({*prefixes}) == 50  # so that no two questions share replies
 
 
 def test_every_question_of_a_small_file_is_asked_in_time():
@@ -238,9 +238,9 @@ def test_half_of_the_questions_get_a_second_round_with_an_answer_of_the_first():
 
 
 def two_rounds(first, second):
-    """Return [first rounds, second rounds] with these rewards; each second one continues its first.
+    """Return [first rounds, second rounds] with these rewards.
 
-    `second` may be as long as `first` or shorter.
+    Second round i continues first round i, so `second` may be shorter than `first`, but not longer.
     """
     parents = [of(True, reward=r, number=i, call_prefix="q") for i, r in enumerate(first)]
     again = []
@@ -412,7 +412,7 @@ def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obey
 
 
 def test_a_run_that_stops_within_an_iteration_loses_nothing(tmp_path):
-    """The run saves a checkpoint. Resumed, it has the same results and pays for no call twice."""
+    """The run saves a checkpoint. Resumed, it ends like a run without stops, and repeats no call."""
     workers = Workers(tmp_path)
     whole, stopped = f"{tmp_path}/whole", f"{tmp_path}/stopped"
     flags = workers.flags("--iterations=4", "--save_every=2", "--n_rollouts=8")
@@ -442,13 +442,14 @@ def test_a_run_that_stops_within_an_iteration_loses_nothing(tmp_path):
 
 
 def groups_of(outcomes):
-    """Return groups of four rollouts. An x in the string is a lost rollout, a dot a right one."""
+    """Return groups of four rollouts: a lost one for each x, a right one for each dot."""
     rollouts = [
         of(True) if c == "." else of(None, error=f"lost {i}") for i, c in enumerate(outcomes)
     ]
     return [rollouts[i : i + 4] for i in range(0, len(rollouts), 4)]
 
 
+# In `calls`, each letter is a worker, followed by x for a failed call or a dot for an answered one.
 @pytest.mark.parametrize(
     "outcomes, calls, expected",
     [
@@ -481,7 +482,7 @@ def test_a_rollout_whose_workers_are_stuck_is_lost_not_waited_for(tmp_path):
 
 
 def test_ctrl_c_ends_a_run_at_once_and_leaves_nothing_if_nothing_has_begun(tmp_path):
-    """The run is interrupted while it waits for the first reply of a worker that never answers."""
+    """The run is interrupted while it waits for its first reply. The worker never sends one."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         worker = {"protocol": "openai", "model": "m", "price": [0, 0]}
         worker["base_url"] = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
@@ -547,7 +548,7 @@ def test_three_gradients_that_are_not_finite_end_the_run(tmp_path):
 def test_a_run_with_everything_of_ones_own(tmp_path):
     """The run starts from a trained Conductor, so it has no warm start. It has no KL, either.
 
-    Four of the 20 questions are held out and measured at the end.
+    Four of the 20 questions are held out, and the Conductor is measured on them at the end.
     """
     workers = Workers(tmp_path)
     with open(workers.data, "a") as file:
@@ -617,7 +618,8 @@ def test_wandb_that_fails_and_examples_that_are_too_long_are_named_at_once(tmp_p
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail))
     with pytest.raises(ValueError, match="--wandb: RuntimeError: no API key"):
         open_folder(Settings(out=f"{tmp_path}/out", wandb=True), 0)
-    assert not os.path.exists(f"{tmp_path}/out/settings.json")  # The same command may try again.
+    # Without this file, the same command can be run again.
+    assert not os.path.exists(f"{tmp_path}/out/settings.json")
 
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     file = tmp_path / "examples.json"

@@ -1,4 +1,4 @@
-"""Tests of --resume: runs that are killed in any phase and resumed end like runs that were not.
+"""Tests of --resume: a run that is killed in any phase and resumed ends like a run without kills.
 
 Also tests which flags a resumed run accepts, and what it says about damaged files.
 """
@@ -49,7 +49,7 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     train(*flags, f"--out={whole}")
     calls, workers.calls = workers.calls, 0
 
-    def when_sampling():  # The first iteration is over; the second has sent no call yet.
+    def when_sampling():  # The first iteration is over, and the second has just begun.
         return len(metrics(killed)) == 1
 
     def when_working():
@@ -78,7 +78,8 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     assert calls <= workers.calls <= calls + 4 * 5
     assert sorted(os.listdir(f"{killed}/checkpoints")) == sorted(os.listdir(f"{whole}/checkpoints"))
 
-    # Delete the damaged files. The run learns their iterations again, from rollouts and replies.
+    # Damage files, then delete those that the error messages name. The run repeats their iterations
+    # with the rollouts and replies on disk.
     before, workers.calls = weights(whole), 0
     for name in os.listdir(f"{whole}/checkpoints"):
         os.truncate(f"{whole}/checkpoints/{name}/model.safetensors", 1000)
@@ -298,14 +299,14 @@ def lines_of(file):
         lambda lines: [],
         lambda lines: ["".join(lines)[:1000]],
         lambda lines: lines[:-1],
-        lambda lines: lines[:-8],  # a whole question
+        lambda lines: lines[:-8],  # without the last question
         lambda lines: [*lines[:3], "\0" * 50 + "\n", *lines[4:]],
         lambda lines: [*lines[:3], "[1]\n", *lines[4:]],
         lambda lines: [*lines[:3], lines[4], lines[3], *lines[5:]],
         lambda lines: [
             line.replace('"problem_id": "laptop/', '"problem_id": "no/') for line in lines
         ],
-        # The data changed: this id now belongs to a different question.
+        # as if the data had changed, so that each id belonged to a different question
         lambda lines: [line.replace('"question": "', '"question": "Now ') for line in lines],
     ],
 )
@@ -422,7 +423,7 @@ def test_a_torn_line_of_metrics_says_what_to_do(tmp_path):
 
 
 def test_what_was_not_measured_is_measured_when_the_run_goes_on(tmp_path, monkeypatch, capsys):
-    """An API key expired while the checkpoint that was saved after iteration 1 was measured."""
+    """An API key expired while the checkpoint of the first two iterations was measured."""
     file = tmp_path / "metrics.jsonl"
     lines = [{"iteration": i, "loss": i / 7, "held_out": None} for i in range(2)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
