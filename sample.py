@@ -571,8 +571,9 @@ def compact(grid: Grid):
 def draw(logits, u, temperature=1.0, n_ids=None):
     """Sample one id for each row of logits (N, V), using uniform numbers u (N) in [0, 1).
 
-    Returns the ids (N) and their log-probabilities (N). Only ids below n_ids are drawn. If the
-    temperature is below 1e-6, the likeliest id is taken, with its log-probability at temperature 1.
+    Returns the ids (N) and their log-probabilities (N). If n_ids is given, only ids below it are
+    drawn. If the temperature is below 1e-6, the likeliest id is taken, with its log-probability at
+    temperature 1.
     """
     is_greedy = temperature < 1e-6
     logits = logits[:, :n_ids]

@@ -1,6 +1,6 @@
-"""Problems of the laptop world, of benchmarks and of users' files, compared with expected problems.
+"""Tests of how problems of the laptop world, of benchmarks and of users' files are read.
 
-Benchmarks come from a local server that imitates Hugging Face's hub and dataset viewer, as their
+Benchmarks come from a local server that imitates Hugging Face's hub and dataset viewer as their
 documentation describes them.
 """
 

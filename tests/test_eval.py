@@ -1,6 +1,6 @@
-"""Systems on pools of Python functions, compared with numbers that were worked out by hand.
+"""Tests of eval.py: its systems, the tables of a comparison, and the command line.
 
-Further tests are about the tables of a comparison and the command line.
+Most workers are Python functions. Results are compared with numbers worked out by hand.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Graders, compared with tables of answers that a person judged right or wrong.
+"""Tests of graders, compared with tables of answers that a person judged right or wrong.
 
-Further tests spoil right answers in every place, and feed the graders texts that are made to crash
-them or to keep them busy forever.
+Further tests make small changes that turn right answers into wrong ones, and feed the graders texts
+that are made to crash them or to keep them busy forever.
 """
 
 import json

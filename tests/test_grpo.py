@@ -1,6 +1,6 @@
-"""GRPO, compared with numbers worked out by hand and with a loop that packs nothing.
+"""Tests of GRPO, compared with numbers worked out by hand and with a loop that packs nothing.
 
-An update on two and three ranks is compared with one on a single rank.
+Updates on two and on three ranks are compared with an update on a single rank.
 """
 
 import copy

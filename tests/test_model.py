@@ -1,4 +1,4 @@
-"""The model, checkpoints and the tokenizer, compared with transformers.
+"""Tests of the model, checkpoints and the tokenizer, compared with transformers.
 
 Further tests are about bad checkpoints, LoRA, downloads from the hub, and command-line flags.
 """

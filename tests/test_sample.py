@@ -1,5 +1,5 @@
-"""Generation, compared with transformers, with full forward passes that use no cache, and with
-the probabilities from which a plain sampler would draw.
+"""Tests of generation, compared with transformers, with full forward passes that use no cache, and
+with the probabilities from which a plain sampler would draw.
 
 Further tests are about seeds, memory, attention, compilation and the command line.
 """
@@ -443,7 +443,7 @@ def test_compiled_functions_are_those_as_written(shape, monkeypatch, capsys):
 
 
 class NothingWaits(TorchDispatchMode):
-    """A mode in which operations that move data to or from the host fail, as in a CUDA capture."""
+    """A mode that forbids operations that move data to or from the host, as CUDA's capture does."""
 
     waits = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "lift_fresh")
 

@@ -1,4 +1,4 @@
-"""Workers: their requests and replies, compared with the providers' documentation.
+"""Tests of workers: their requests and replies, compared with the providers' documentation.
 
 Further tests are about servers that fail, replayed replies, money, pools, and the command line.
 """

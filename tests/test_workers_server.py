@@ -1,4 +1,4 @@
-"""The loopback server, compared with OpenAI's API reference; and the local pool's process."""
+"""Tests of the loopback server, against OpenAI's API reference, and of the local pool's process."""
 
 import base64
 import contextlib
