@@ -412,7 +412,7 @@ def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obey
 
 
 def test_a_run_that_stops_within_an_iteration_loses_nothing(tmp_path):
-    """The run saves a checkpoint. Resumed, it ends like a run without stops, and repeats no call."""
+    """The run saves a checkpoint. Resumed, it repeats no call and ends like an unstopped run."""
     workers = Workers(tmp_path)
     whole, stopped = f"{tmp_path}/whole", f"{tmp_path}/stopped"
     flags = workers.flags("--iterations=4", "--save_every=2", "--n_rollouts=8")
