@@ -796,7 +796,8 @@ class Tokenizer:
     def from_pretrained(cls, path: str) -> "Tokenizer":
         """Read tokenizer.json from a folder or from a repository on the Hugging Face hub.
 
-        config.json, if it exists, decides between the chat templates of Qwen2.5 and Qwen3.
+        config.json, if it exists, decides between the chat templates of Qwen2.5 and Qwen3. Raises
+        ValueError, naming the file, if a file is damaged or no chat template fits.
         """
         folder = fetch(path, "tokenizer.json", "config.json")
         file = os.path.join(folder, "tokenizer.json")

@@ -89,9 +89,12 @@ def generate_each(
         eos_id: The id or ids that end a rollout.
         n_ids: Only ids below n_ids are drawn, because Qwen2.5's vocabulary is padded with unused
             ids. None: any id may be drawn.
-        numbers: For each prompt, the numbers of its n rollouts. None: 0 … n-1. If several ranks
-            sample a prompt, each with some of the numbers, their rollouts together are those that
-            a single rank would sample.
+        numbers: For each prompt, the numbers of its n rollouts, which select their random draws.
+            None: 0 … n-1. If several ranks sample a prompt, each with some of the numbers, their
+            rollouts together are those that a single rank would sample with all of the numbers.
+
+    Raises ValueError if a prompt is empty or longer than the model's context, if n, max_new_tokens
+    or temperature is out of range, or if the logits of a prompt are not finite.
     """
     if (
         not prompts
@@ -423,7 +426,7 @@ class Grid:
     def prefill(self):
         """Cache the keys and values of the prompts, and draw the first token of every rollout.
 
-        The prompts go through the model a few at a time. Raises ValueError if a logit is not
+        The prompts go through the model a few at a time. Raises ValueError if the logits are not
         finite.
         """
         parts = []
