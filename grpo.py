@@ -71,12 +71,13 @@ def advantages(rewards, mask=None):
 def set_advantages(groups: list[list[Rollout]], recursion=False, cost_weight=0.0):
     """Set `advantage` and `wrong_share` of every rollout from the results of its group.
 
-    A rollout whose reward is None is left out, and its advantage is 0. All groups must have the
-    same size.
+    A rollout whose reward is None influences no other rollout, and its advantage is 0. All groups
+    must have the same size.
 
     Args:
-        recursion: Whether to divide the advantages of first rounds by 4. The paper multiplies the
-            reward of a first round by 1/4, but the division by std in Eq. 2 would cancel that.
+        recursion: Whether to divide the advantages of first rounds by 4, after the penalty for cost
+            is subtracted. The paper multiplies the reward of a first round by 1/4, but the division
+            by std in Eq. 2 would cancel that.
         cost_weight: How much advantage a rollout loses for each dollar that it costs above its
             group's mean. This penalty is subtracted after Eq. 2. If it were part of the reward, the
             division by std would blow up even a tiny difference in cost.

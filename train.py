@@ -1018,7 +1018,9 @@ def default_warm_steps(start: str, config: Config) -> int:
 def load_start(
     start: str, problems: list, pool: list, prompting: Prompting, settings: Settings
 ) -> tuple[Qwen, Tokenizer]:
-    """Load and shard the model `start`, and load its tokenizer. If start is "", create both, tiny.
+    """Load and shard the model `start`, and load its tokenizer.
+
+    If `start` is "", a new tiny model and its tokenizer are created instead.
 
     With LoRA, the frozen weights always come from --init_from, because this run's checkpoints hold
     rounded weights, with LoRA's matrices already merged into them.
@@ -1125,8 +1127,8 @@ def check_unchanged(checkpoint: Path, prompting: Prompting, pool: list):
 def check_longest_prompt(run: Run):
     """End the program if the model's context is too short for the longest question.
 
-    The context must hold the question's whole prompt and max_new_tokens more. The longest question
-    is taken to be the one with the most bytes, because counting the tokens of all takes seconds.
+    The context must hold the question's whole prompt and max_new_tokens more. The question with the
+    most bytes counts as the longest, because counting all questions' tokens would take seconds.
     """
     questions = [problem.question for problem in run.problems + run.test]
     longest = max(questions, key=lambda question: len(question.encode()))
@@ -1746,6 +1748,7 @@ def metrics_of(iteration: int, groups: Groups, reports: list[dict], seconds: dic
             k: mean([len(r.workflow.steps) for r in ran if r.problem.kind == k]) for k in kinds
         },
     }
+    # Means over the iteration's updates, without values that are missing or not finite
     for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm", "skipped"):
         values = [report[key] for report in reports if report[key] is not None]
         metrics[key] = mean([value for value in values if math.isfinite(value)])
@@ -2260,7 +2263,7 @@ def default_preset(processes: int, gpu_bytes: list[int]) -> tuple[str, str]:
 def interrupted(settings: Settings):
     """Handle Ctrl-C: end the program immediately, without waiting for workers' replies.
 
-    The run's files are left as after a kill, so --resume can continue the run.
+    A run that has begun leaves the same files as after a kill, so --resume can continue it.
     """
     if os.environ.get("RANK", "0") == "0":
         can_resume = os.path.exists(f"{settings.out}/settings.json") and not settings.dry_run

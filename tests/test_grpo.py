@@ -1,4 +1,4 @@
-"""Tests of GRPO, compared with numbers worked out by hand and with a loop that packs nothing.
+"""Tests that compare GRPO with numbers worked out by hand and with a loop that packs nothing.
 
 Updates on two and on three ranks are compared with an update on a single rank.
 """
