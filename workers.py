@@ -1,11 +1,12 @@
 """Workers: language models over HTTP, Python functions, pools of them, and the laptop world.
 
-    python workers.py [--pool=NAME]          call every worker once, and report what is wrong
+    python workers.py [--pool=NAME]          say hello to every worker; print its reply or error
     python workers.py serve [--port=8765]    serve the laptop world's workers to any OpenAI client
 
 NAME is local, local:pairs or local:tired (pools of the laptop world), the name of a file in
-assets/pools/ without .json, or the path of a JSON file. A pool's file holds a list of objects, one
-for each worker, whose keys are fields of Worker. Read workflow.py next.
+assets/pools/ without .json, or the path of a JSON file. A pool's file holds a list with one object
+for each worker. The keys of an object are fields of Worker. The laptop world consists of toy
+questions and small programs that answer them. Read workflow.py next.
 """
 
 import argparse
@@ -40,18 +41,18 @@ from requests.packages.urllib3 import HTTPResponse, Timeout, exceptions
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 POOLS = os.path.join(FOLDER, "assets", "pools")
-# Matches the URL of a server on this machine: 127.x.x.x, 0.0.0.0, localhost, [::1], or
-# [::ffff:127.x.x.x].
+# Matches the URL of a server on this machine. The URL's host is 127.x.x.x, 0.0.0.0, localhost,
+# NAME.localhost, [::], [::1] or [::ffff:127.x.x.x].
 LOOPBACK = (
     r"(?i)https?://(127\.[\d.]+|0\.0\.0\.0|([\w.-]+\.)?localhost\.?"
     r"|\[[0:]*[01:]\]|\[[0:]*:ffff:(127\.[\d.]+|7f[\da-f]{2}:[\da-f]+)\])(:\d+)?(/|$)"
 )
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that bound a reply's length
-# Reasons why a text ends that mean "length", in the words of Anthropic and Mistral.
+# The finish reasons of Anthropic and Mistral that mean the same as OpenAI's "length".
 CUT_OFF = ("max_tokens", "model_context_window_exceeded", "model_length")
-# Reasons that mean that the provider failed midway, in the words of OpenRouter, vLLM and DeepSeek.
+# The finish reasons by which OpenRouter, vLLM and DeepSeek report a failure midway.
 INTERRUPTED = ("error", "abort", "insufficient_system_resource")
-SUCCESS = range(200, 300)  # the statuses of responses that hold a reply
+SUCCESS = range(200, 300)  # HTTP statuses; a response with such a status may still hold an error
 MAX_BODY = 32 << 20  # the maximum size of a response, in bytes
 HARD_FAILURES = 6  # a call gives up after this many failures; a busy provider does not count as one
 # Probe a silent connection once a minute, so that no router drops it while a model thinks.
@@ -64,7 +65,7 @@ jitter = random.Random()  # for pauses only; experiments use separate generators
 
 
 def once(function):
-    """Like functools.cache, but even simultaneous first calls run the function only once."""
+    """Cache a function without arguments. Even simultaneous first calls run it only once."""
     lock = threading.Lock()
     cached = functools.cache(function)
 
@@ -106,8 +107,8 @@ class Worker:
     name: str = ""  # "": use the name of the model or of the function
     note: str = ""  # a sentence that tells a Conductor what this worker is good at
     api_key_env: str | None = None  # the environment variable that holds the key
-    params: dict = field(default_factory=dict)  # sent unchanged, with the model and the messages
-    headers: dict = field(default_factory=dict, repr=False)  # sent unchanged
+    params: dict = field(default_factory=dict)  # of each request, unless `chat` overrides them
+    headers: dict = field(default_factory=dict, repr=False)  # of each request; they win over all others
     price: list | None = None  # dollars per million tokens, [input, output]; None: unknown
     concurrency: int = 16  # maximum number of simultaneous calls
     # Seconds per attempt. After 3 * timeout seconds, a call starts no new attempt.
@@ -142,23 +143,24 @@ class Worker:
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
         """Send a chat to the worker and return its reply.
 
-        If the provider is busy (status 429, 498, 503 or 529, or 402 with a Retry-After), `chat`
-        tries again, but starts no attempt later than 3 * `timeout` seconds after the first. Any
-        other 5xx, a 408, a 409 or a lost connection is a hard failure. The sixth hard failure ends
-        the call.
+        `chat` tries again if the provider is busy (status 429, 498, 503 or 529, or 402 with a
+        Retry-After), and after a hard failure (any other 5xx, a 408, a 409 or a lost connection).
+        It starts no attempt later than 3 * `timeout` seconds after the first, makes no more than
+        `attempts` attempts, and gives up after the sixth hard failure.
 
         Args:
             messages: [{"role": role, "content": text}, ...]. A role is "system", "user" or
                 "assistant".
-            call_id: the call's name within a run, under which `replay` stores its reply. The cost
-                of a replayed reply is added to `spent`, but not charged to the budget. "": the call
-                is never replayed.
+            call_id: the call's name within a run, under which `replay` stores the reply. The cost
+                of a replayed reply is added to `spent`, but not charged to the budget. "": the
+                reply is neither stored nor replayed.
             overrides: parameters that take precedence over `params`.
 
         Raises:
-            WorkerError: all attempts failed, or the budget is spent. A timeout, any other 4xx, an
-                unknown host, an exhausted account, and most exceptions in a Python function end
-                the call at once, without another attempt.
+            WorkerError: the last attempt failed, or the budget is spent. These failures end the
+                call at once: a timeout, any other 4xx, an unknown host, an exhausted account, an
+                error with x-should-retry: false, an unreadable reply, and most exceptions in a
+                Python function.
         """
         params = {**self.params, **overrides}
         if self.replay and call_id:
@@ -227,7 +229,7 @@ class Worker:
             return self.post({**headers, **self.own_headers}, body)
         except Failure as failure:
             return failure
-        except Exception as e:  # a lost connection, a timeout, or any error in the function
+        except Exception as e:  # such as a lost connection, a timeout, or an error in the function
             return broken(e)
 
     def call_function(self, messages: list[dict]) -> Reply:
@@ -267,7 +269,7 @@ class Worker:
             headers,
             retries=False,
             redirect=False,
-            assert_same_host=False,  # With an HTTP proxy, the host in `target` is not the proxy.
+            assert_same_host=False,  # With an HTTP proxy, `target` names the server, not the proxy.
             timeout=Timeout(connect=10, read=self.timeout),  # seconds; read: the longest silence
             preload_content=False,
         )
@@ -296,8 +298,8 @@ class Worker:
         """Return the number of seconds to wait before the next attempt.
 
         This is the wait that the provider asks for plus a backoff. With the default timeout, the
-        backoff is 2, 4, 8, … s, but at most 30 s. Jitter shortens the backoff by up to half, so
-        that callers do not all try again at the same moment.
+        backoff is 2, 4, 8, 16, 30, 30, … s. Jitter shortens each backoff by up to half, so that
+        callers do not all try again at the same moment.
         """
         backoff = min(30, self.timeout / 300 * 2 ** min(attempt - 1, 9))
         return max(0.0, failure.wait or 0.0) + backoff * jitter.uniform(0.5, 1)
@@ -305,7 +307,8 @@ class Worker:
     def without_secrets(self, text: str, api_key: str) -> str:
         """Return a text as one line of at most 400 characters, with keys masked.
 
-        Besides the API key, this masks each long word of a header, such as KEY in "Bearer KEY".
+        Besides the API key, this masks each word of 8 or more characters in the values of
+        `headers`, such as KEY in "Bearer KEY".
         """
         line = one_line(text)
         words = " ".join([api_key, *self.headers.values()]).split()
@@ -337,8 +340,8 @@ EXHAUSTED = (
 def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Reply:
     """Read a response and return the reply in it.
 
-    Raises Failure if the response contains no reply, and TimeoutError if time.monotonic() passes
-    deadline before the response ends.
+    Raises Failure if the response is too large or contains no reply, and TimeoutError if
+    time.monotonic() passes `deadline` before the response ends.
     """
     body = bytearray()
     for piece in iter(lambda: response.read1(1 << 16, decode_content=True), b""):
@@ -348,7 +351,7 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
         if time.monotonic() > deadline:
             raise TimeoutError
 
-    # Some servers begin the body with a byte order mark, which determines its encoding.
+    # Some servers begin the body with a byte order mark, from which the encoding is detected.
     text = body.decode(json.detect_encoding(body), "replace").strip()
     data = None
     with contextlib.suppress(ValueError, RecursionError):
@@ -370,7 +373,8 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
     cost = billed_cost(response, data)
     if cost is None and tokens and worker.price:
         # Some gateways do not count tokens, and report zero. The cost is then unknown, unless the
-        # price is zero. It is also unknown if Anthropic bills web searches besides the tokens.
+        # price is zero. The cost is also unknown if Claude has searched the web, because Anthropic
+        # charges a fee for each search and does not report the fee.
         is_counted = n_out or not answer or not any(worker.price)
         if is_counted and not find(data, "usage", "server_tool_use", "web_search_requests"):
             cost = (n_billed * worker.price[0] + n_out * worker.price[1]) / 1e6
@@ -384,7 +388,8 @@ def billed_cost(response: HTTPResponse, data: dict) -> float | None:
     litellm reports the cost in a header; OpenRouter and our own server report it in usage.cost, and
     Perplexity in usage.cost.total_cost. A cost of zero counts as not reported, because servers also
     report zero if they do not know the price. If OpenRouter uses the account's own key for the
-    provider (BYOK), usage.cost is ignored, because it is only OpenRouter's fee.
+    provider (BYOK), usage.cost is ignored, because it is only OpenRouter's fee. Of two reported
+    costs, the higher is returned.
     """
     named = [0.0]
     with contextlib.suppress(ValueError):
@@ -396,19 +401,19 @@ def billed_cost(response: HTTPResponse, data: dict) -> float | None:
 
 
 def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
-    """Return the Failure for an error response, with the wait until another attempt may help.
+    """Return the Failure that describes an error response.
 
     Args:
-        code: the error's code in the body. If a model fails after it has started, OpenRouter sends
-            status 200, and this code is the real status.
+        code: the error's code in the body, or None. If a model fails after it has started,
+            OpenRouter sends status 200, and this code is the real status.
         text: the response's body.
     """
     status = response.status
     if status in SUCCESS:
         status = code if code in range(400, 600) else 500
     retry_after = response.headers.get("Retry-After", "")
-    # Groq's flex tier sends 498. OpenRouter sends 402 with a Retry-After if the running calls may
-    # together cost more than the account holds.
+    # Groq's flex tier sends 498 if its capacity is used up. OpenRouter sends 402 with a Retry-After
+    # if the running calls may together cost more than the account holds.
     busy = status in (429, 498, 503, 529) or status == 402 and retry_after != ""
     is_broken = status in (408, 409) or status >= 500
     exhausted = re.search(EXHAUSTED, text)
@@ -422,7 +427,8 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
                 wait = float(retry_after)
             else:
                 wait = parsedate_to_datetime(retry_after).timestamp() - time.time()
-    # A provider that is busy or rejects the request bills nothing. One that fails midway may bill.
+    # A provider that is busy or rejects the request charges nothing. A provider that breaks down,
+    # or that reports an error with a status of success, may charge for the attempt.
     is_unpaid = response.status not in SUCCESS and (busy or not is_broken)
     target = response.headers.get("Location")
     where = f"{url}, which redirects to {target}" if target else url
@@ -438,7 +444,7 @@ def broken(error: Exception) -> Failure:
     cause = getattr(error.args[0], "reason", error) if is_wrapper else error
     is_lost = isinstance(error, (requests.ConnectionError, exceptions.HTTPError, ConnectionError))
     is_unresolved = isinstance(cause, exceptions.NameResolutionError)
-    # A name server that is only unavailable for a moment may know the host later.
+    # After EAI_AGAIN, the host may still exist: the name server was unavailable for the moment.
     is_unknown_host = is_unresolved and cause.__cause__.errno != socket.EAI_AGAIN
     is_unsent = isinstance(cause, (exceptions.NewConnectionError, exceptions.ConnectTimeoutError))
     return Failure(
@@ -487,14 +493,19 @@ def openai_request(model: str, messages: list[dict], params: dict, api_key: str)
 
 
 def openai_reply(data: dict) -> tuple:
-    """Return (text, reason why it ended) from the JSON of a response."""
+    """Return (text, finish reason) from the JSON of a response.
+
+    Raises Failure if the provider failed midway.
+    """
     choice = data["choices"][0]
     finish = choice.get("finish_reason")
     error = choice.get("error")
     if finish in INTERRUPTED or error:
-        cost = 0.0 if error or finish == "error" else None  # OpenRouter does not bill such a call.
+        # An error in a choice, or the reason "error", comes from OpenRouter, which then charges
+        # nothing.
+        cost = 0.0 if error or finish == "error" else None
         raise Failure(f"the provider failed midway: {error or finish}", wait=0.0, cost=cost)
-    # Gemini leaves out the message if its thoughts or a filter left nothing to say.
+    # Gemini sends no message if its thoughts took all the tokens, or a filter blocked the answer.
     message = choice["message"] if finish in (None, "stop") else choice.get("message") or {}
     text = message.get("content") or message.get("refusal") or ""
     if isinstance(text, list):  # Mistral's thinking models send a list of parts.
@@ -503,7 +514,7 @@ def openai_reply(data: dict) -> tuple:
 
 
 def join_parts(parts: list) -> str:
-    """Join the text parts of an answer, leaving out thoughts and all other kinds of part."""
+    """Join the texts among an answer's parts, leaving out thoughts and all other kinds of part."""
     texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     return "".join(part.get("text") or "" for part in texts if part.get("type") == "text")
 
@@ -511,12 +522,12 @@ def join_parts(parts: list) -> str:
 def without_thoughts(text: str) -> str:
     r"""Return a reply without the thoughts that some servers leave at its beginning.
 
-    If a reply begins with <think>, everything up to </think> is thoughts, and so is the whole reply
-    if </think> is missing. If a server has cut off the opening tag, the thoughts end with the first
-    closing tag that ends a line. Tags elsewhere are kept, because they may be part of an answer:
+    If a reply begins with <think>, everything up to the first </think> is thoughts, and so is the
+    whole reply if </think> is missing. If the opening tag is missing, the thoughts end with the
+    first closing tag that ends a line. Tags elsewhere are kept, as they may be part of an answer:
 
         "<think>Hm.</think>So."         -> "So."
-        "Hm.\n</think>\n\nSo."         -> "So."
+        "Hm.\n</think>\n\nSo."          -> "So."
         "<think>Hm."                    -> ""
         "Write <think>x</think> first." -> the same
     """
@@ -545,7 +556,7 @@ def anthropic_request(model: str, messages: list[dict], params: dict, api_key: s
 
 
 def anthropic_reply(data: dict) -> tuple:
-    """Return (text, reason why it ended) from the JSON of a response."""
+    """Return (text, finish reason) from the JSON of a response."""
     return join_parts(data["content"]), data.get("stop_reason")
 
 
@@ -555,8 +566,8 @@ def read_usage(usage) -> tuple[int, int, float] | None:
     The third number allows for caches. Writing a token to a cache costs as much as 1.25 prompt
     tokens, or as much as 2 if the token is kept for an hour
     (platform.claude.com/docs/en/build-with-claude/prompt-caching). Reading a token from a cache
-    costs less than a prompt token, but how much less depends on the provider, so it is billed here
-    as a whole prompt token.
+    costs less than a prompt token, but how much less depends on the provider. So a token that was
+    read counts as a whole prompt token here.
 
     Returns None if the usage lacks the prompt or completion tokens, or if a count is not a whole
     number of at most nine digits.
@@ -600,9 +611,9 @@ def file_hash(path: str) -> str:
 
 @functools.cache
 def run_file(path: str, content_hash: str) -> dict:
-    """Run a Python file, which may import modules beside it, and return its globals.
+    """Run a Python file and return its globals. The file may import modules in its folder.
 
-    The file runs again only if its content changed.
+    Later calls with the same path and hash return the same globals, without running the file again.
     """
     sys.path.append(os.path.dirname(os.path.abspath(path)))
     return runpy.run_path(path)
@@ -627,8 +638,9 @@ def load_name(spec: str):
 def load_function(spec: str):
     """Run the file in a spec FILE.py:NAME; return its function NAME, wrapped.
 
-    The wrapper turns everything that the function raises, except Ctrl-C, into an Exception. A
-    function that calls sys.exit therefore ends neither the program nor the calling thread.
+    If the function raises something that is not an Exception, such as SystemExit, the wrapper
+    raises a RuntimeError instead. So a function that calls sys.exit ends neither the program nor
+    the calling thread. The wrapper passes on Ctrl-C in the main thread.
 
     Raises ValueError if the file cannot be run or has no such function.
     """
@@ -653,7 +665,7 @@ def load_function(spec: str):
 
 # ---- Pools -------------------------------------------------------------------------------------
 
-# Matches a base_url that wrongly ends with an endpoint's path. Calls append that path themselves.
+# Matches an endpoint's path, with which no base_url may end, because calls append their own path.
 ENDPOINT = r"(?i)/(chat/completions|completions|messages|responses)/?$"
 # Regular expressions for values written as JSON.
 COUNT = r"[1-9]\d*"
@@ -694,7 +706,7 @@ def pool_names() -> list[str]:
 def read_pool(spec: str) -> list[dict]:
     """Return the rows of a pool as dicts, not yet checked.
 
-    A pool of the laptop world starts that world's server, unless this process has started it.
+    For a pool of the laptop world, this starts the world's server, unless it is already running.
 
     Args:
         spec: a name or a JSON file, as described at the top of this file.
@@ -761,10 +773,10 @@ def check_row(entry: dict, budget: float) -> dict[str, str]:
         required = ["protocol", "function"]
     unknown = entry.keys() - FIELDS.keys()
     if unknown:
-        required = []  # The unknown field may be a misspelt required field.
+        required = []  # Report no field as missing: the unknown one may be that field, misspelt.
     wrong = {}
     for key in [*entry, *required]:
-        # An unknown field gets the pattern "", which no JSON value matches, so it is reported.
+        # An unknown field gets the pattern "", which no JSON value matches. So it is reported.
         pattern, expected = FIELDS.get(key, ("", f"one of {', '.join(FIELDS)}"))
         if not fits(entry.get(key), pattern):
             wrong[key] = f"expected {expected}"
@@ -772,7 +784,8 @@ def check_row(entry: dict, budget: float) -> dict[str, str]:
     if ending:
         wrong["base_url"] = f"leave out {ending[0]} at its end; each call appends its own path"
 
-    # Check the API key and the function that the row refers to, and the price if there is a budget.
+    # Check the API key and the function that the row refers to. If there is a budget, check that a
+    # call's maximum cost is known.
     variable = entry.get("api_key_env")
     if variable and "api_key_env" not in wrong and not os.environ.get(variable, "").strip():
         wrong["api_key_env"] = f"${variable} is not set"
@@ -800,8 +813,9 @@ def load_pool(
     Args:
         spec: see `read_pool`.
         replay: the file of a Replay; "": replies are not kept.
-        budget: dollars that all workers may spend together; 0: no limit.
-        ranks: the number of processes that share the budget and each worker's concurrency.
+        budget: dollars that the workers of all ranks may spend together; 0: no limit.
+        ranks: the number of processes among which the budget and each worker's concurrency are
+            divided.
         share: see Replay.
 
     Raises:
@@ -824,7 +838,7 @@ def load_pool(
 def ping_workers(pool: list[Worker]) -> list[Reply | WorkerError]:
     """Say hello to all workers at once; return each worker's Reply or WorkerError, in pool order.
 
-    An empty reply counts as an error.
+    Each worker gets at most two attempts, of at most 120 s each. An empty reply counts as an error.
     """
 
     def ping(worker):
@@ -845,9 +859,9 @@ def ping_workers(pool: list[Worker]) -> list[Reply | WorkerError]:
 
 
 class Replay:
-    """A file of paid replies, one JSON line each.
+    """A file of replies, one JSON line each.
 
-    A rerun of a killed run reads its replies from the file instead of paying for them again.
+    If a run is killed, a rerun reads the replies from the file instead of paying for them again.
     Several processes may append to the file. Each line is written in a single call, with its
     newline at the beginning. So if a process is killed while it writes, the torn line that it
     leaves damages no other line.
@@ -857,8 +871,8 @@ class Replay:
         share: a prefix of call ids. Equal calls whose ids begin with the prefix share one reply,
             which is paid for once, even if their ids differ after the prefix. "": equal calls share
             a reply only if their ids are equal, too.
-        is_local: whether the workers belong to the laptop world. The port in their URL differs in
-            each process, so keys leave the URL out.
+        is_local: whether the workers belong to the laptop world. The port in their URL is different
+            in each run, so keys contain a hash of workers.py instead of the URL.
     """
 
     def __init__(self, path: str, share: str = "", is_local: bool = False):
@@ -867,7 +881,7 @@ class Replay:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self.replies = {}  # key -> Reply
-        self.locks = {}  # key -> a lock; the first of several equal calls holds it until the reply
+        self.locks = {}  # key -> lock, so that equal calls wait for the reply to the first of them
         self.reading = threading.Lock()
         self.n_read = 0  # bytes read so far, excluding the last line, which may be incomplete
         self.read_new_lines()
@@ -884,10 +898,11 @@ class Replay:
                     self.replies[row["key"]] = Reply(**row["reply"])
 
     def key(self, worker: Worker, messages: list[dict], params: dict, call_id: str) -> str:
-        """Return a hash of the call's id and of everything that its reply depends on.
+        """Return a hash of the worker, the messages, the parameters and the call's id.
 
-        For a Python function, this includes the content of its file, but not of the modules that
-        the file imports; for the laptop world, the content of workers.py.
+        Of the worker, the hash covers the name, the protocol, the URL and the model. For a Python
+        function, it also covers the content of the function's file, but not of the modules that
+        the file imports. Ids that begin with a non-empty `share` are left out.
         """
         is_shared = self.share and call_id.startswith(self.share)
         call = [
@@ -920,9 +935,9 @@ class Budget:
     """A spending limit in dollars for all workers of a pool together.
 
     Each attempt first reserves its maximum cost, and afterwards returns what it did not spend. If
-    the cost of an attempt is unknown, the attempt returns nothing. The limit can only be exceeded
-    by Python functions, for which nothing is reserved because their maximum cost is unknown, and by
-    servers that bill more than the pool's price.
+    the cost of an attempt is unknown, the attempt returns nothing. Two kinds of worker can exceed
+    the limit: Python functions without a price, for which nothing is reserved, and servers that
+    charge more than the pool's price, for instance a fee for web searches.
     """
 
     def __init__(self, dollars: float):
@@ -935,7 +950,7 @@ class Budget:
     def reserve(self, dollars: float):
         """Reserve dollars. If too few are left, first wait for running attempts to return some.
 
-        Raises WorkerError if too few are left although no attempt is running.
+        Raises WorkerError if too few are left when no attempt is running.
         """
         with self.room:
             self.room.wait_for(lambda: dollars <= self.left or not self.running)
@@ -962,10 +977,10 @@ UNLIMITED = Budget(float("inf"))
 
 
 def highest_cost(entry: dict, params: dict, body: dict) -> float:
-    """Return a call's maximum cost in dollars: 0 if the worker is free.
+    """Return the maximum cost of one attempt in dollars, which is 0 if the worker is free.
 
     The maximum is inf if the worker's price is unknown or its output is unlimited. A Python
-    function without a price is free.
+    function without a price counts as free.
     """
     price = entry.get("price") or ([0, 0] if entry["protocol"] == "python" else None)
     if price and not any(price):
@@ -983,7 +998,8 @@ def highest_cost(entry: dict, params: dict, body: dict) -> float:
     # A token has at least one byte, so the body has at most len(json.dumps(body)) tokens. The extra
     # 512 cover the tokens that a chat template adds.
     n_in = len(json.dumps(body)) + 512
-    rate = 2 if "cache_control" in params else 1  # Writing to a cache costs up to twice as much.
+    # Writing a token to a cache costs as much as two prompt tokens, or less.
+    rate = 2 if "cache_control" in params else 1
     dollars_in = dearest(price[0], "prompt") * n_in * rate
     dollars_out = dearest(price[1], "completion") * max(limits)
     return (dollars_in + dollars_out) / 1e6
@@ -1008,9 +1024,9 @@ def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
 
 
 def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, purpose: str):
-    """Print an estimate of what `purpose` costs, unless it is free.
+    """Print an estimate of what `purpose`, such as "training", costs, unless it is free.
 
-    Raises ValueError if `purpose` may cost money and there is no budget.
+    Raises ValueError if it may cost money and there is no budget.
     """
     cost = probable_cost(pool, calls)
     if cost != 0.0:
@@ -1038,12 +1054,13 @@ SPELLINGS = {  # words in a question -> (a coder's instruction, what the coder d
     "thinned out": ("Leave out the vowels.", lambda word: re.sub("[aeiouAEIOU]", "", word)),
 }
 
-# A worker always follows an instruction of its own trade, and never follows an unknown instruction.
-# In the two cases below, it does its trade's work in only some of its calls. These are the shares:
+# A worker with a trade follows an instruction of that trade in all calls, and an unknown
+# instruction in none. In two cases, it does its trade's work in only a share of the calls, which is
+# given here. In any case, a junior or tired worker loses the thread in some calls; see SKILL.
 VAGUE_WORKS = 0.7  # The instruction is vague or missing.
 OTHERS_WORK = 0.3  # The instruction belongs to a different trade.
 VAGUE = ("Work it out.", "Find the value.")
-SOLVE_IT = "Solve the question."  # also vague; systems without subtasks send it to every worker
+SOLVE_IT = "Solve the question."  # also vague; systems without subtasks send it instead
 
 NUMERALS = """
 uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis
@@ -1217,12 +1234,12 @@ def instruction_heard(trade: str, subtask: str, question: str, messages: list[di
 def specialist(name: str, messages: list[dict]) -> str:
     """Return a local worker's answer, which is always the same for the same messages.
 
-    A worker with a trade works on the last response in the messages, or on the question if they
-    contain no response. The generalist tries every trade on the question, but only for one prompt
-    in eight.
+    A worker with a trade works on the last response after the question, or on the question if no
+    response follows. The generalist ignores responses and instructions: for about one prompt in
+    eight, it tries every trade on the question. Otherwise, it names a pseudo-random number.
     """
-    # Find the last user turn that begins with QUESTION. An earlier conversation may precede this
-    # turn, and responses of other workers may follow it.
+    # Find the last user turn that begins with QUESTION, or else the last user turn. An earlier
+    # conversation may precede this turn, and responses of other workers may follow it.
     users = [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
     asking = [i for i in users if messages[i]["content"].startswith(QUESTION)] or users
     asked, *later = messages[asking[-1] :]
@@ -1249,7 +1266,7 @@ def specialist(name: str, messages: list[dict]) -> str:
 # ---- The server: OpenAI's chat completions, for the specialists and for workflow.py --------------
 
 LONGEST_BODY = 64 << 20  # bytes
-LONGEST_CHAT = 4_000_000  # characters; about a million tokens, more than any worker can read
+LONGEST_CHAT = 4_000_000  # characters, which are about a million tokens
 CHAT_PATH = "/v1/chat/completions"
 PATHS = f"there are GET /health, GET /v1/models, GET /v1/models/NAME and POST {CHAT_PATH}"
 # A role that clients may use -> the role that workers know.
@@ -1290,9 +1307,12 @@ class Refusal(Exception):
 
 
 def plain_messages(messages: list[dict]) -> list[dict]:
-    """Return messages with each content as a string. OpenAI also allows null and a list of parts.
+    """Return messages whose contents are strings and whose roles are those that workers know.
 
-    Raises Refusal if a part is not text, or if the messages are too long in total.
+    OpenAI also allows null and a list of parts as the content, and "developer" as a role.
+
+    Raises Refusal if a part is not text or the messages are too long in total, and a ValueError,
+    TypeError, LookupError or AttributeError if the messages are malformed.
     """
     plain = []
     for message in messages:
@@ -1315,7 +1335,7 @@ def plain_messages(messages: list[dict]) -> list[dict]:
 
 
 def check_parameters(body: dict):
-    """Raise Refusal if a parameter is invalid or not supported. Make body["stop"] a list."""
+    """Raise Refusal if a parameter's value does not match PARAMETERS. Make body["stop"] a list."""
     for name, (pattern, expected) in PARAMETERS.items():
         value = body.get(name)
         if value is not None and not fits(value, pattern):
@@ -1330,9 +1350,10 @@ def cut(text: str, stops: list[str]) -> str:
 
 
 def content_security_policy(page: bytes) -> str:
-    """Return the header that limits an HTML page to its own scripts, styles and server.
+    """Return the value of a header that limits what an HTML page may load and run.
 
-    It also allows images with data: URLs.
+    The page may run and apply the scripts and styles that it contains, connect to its own server,
+    and show images with data: URLs.
     """
     sources = {}
     for tag in ("script", "style"):
@@ -1471,7 +1492,10 @@ class Handler(BaseHTTPRequestHandler):
             raise
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None, **extra):
-        """Answer with a completion. `extra` holds additional fields, which clients ignore."""
+        """Answer with a completion of `text`, cut before the first stop text.
+
+        `extra` holds fields that OpenAI's API does not have, which its clients ignore.
+        """
         shown = cut(text, self.body["stop"])
         finish = finish if shown == text else "stop"
         if not self.body.get("stream"):
@@ -1564,9 +1588,9 @@ class Handler(BaseHTTPRequestHandler):
             self.fail(Refusal(code, message or "this is no HTTP request"))
 
     def drop_input(self):
-        """Read and drop the rest of the client's input.
+        """Read and drop the rest of the client's input, up to about LONGEST_BODY bytes.
 
-        If the server closed the connection with unread input, the client could miss the answer.
+        Closing a connection with unread input resets it, and the answer could get lost.
         """
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
@@ -1620,7 +1644,7 @@ class Server(ThreadingHTTPServer):
         api_key: The key that clients must send as Bearer; "": clients need no key.
 
     Raises:
-        ValueError: The port cannot be bound, or other machines could reach it without a key.
+        ValueError: The port cannot be bound, or other machines could use the server without a key.
     """
 
     # The maximum number of connections that wait to be accepted. With the default of 5, if many
@@ -1663,7 +1687,7 @@ class Server(ThreadingHTTPServer):
 
 
 def serve_specialists(port: int, wait=threading.Event().wait):
-    """Serve the specialists on 127.0.0.1 until `wait` returns."""
+    """Serve the laptop world's workers on 127.0.0.1 until `wait` returns. First print the URL."""
     server = Server(port, SpecialistHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
@@ -1672,10 +1696,10 @@ def serve_specialists(port: int, wait=threading.Event().wait):
 
 @once
 def local_server() -> tuple[str, subprocess.Popen]:
-    """Start a server of the laptop world's workers; return its URL and its process.
+    """Start a process that serves the laptop world's workers; return the server's URL and process.
 
-    Later calls return the same server. The server ends when this process ends, because the pipe to
-    its stdin is then closed. The server's environment contains no API keys.
+    Later calls return the same URL and process. The server ends when this process ends, because the
+    pipe to the server's stdin is then closed. The server's environment contains no API keys.
     """
     names = "PATH HOME LANG LC_ALL PYTHONPATH PYTHONHOME LD_LIBRARY_PATH TMPDIR".split()
     process = subprocess.Popen(
