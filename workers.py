@@ -108,7 +108,7 @@ class Worker:
     note: str = ""  # a sentence that tells a Conductor what this worker is good at
     api_key_env: str | None = None  # the environment variable that holds the key
     params: dict = field(default_factory=dict)  # of each request, unless `chat` overrides them
-    headers: dict = field(default_factory=dict, repr=False)  # of each request; they win over all others
+    headers: dict = field(default_factory=dict, repr=False)  # override all other headers
     price: list | None = None  # dollars per million tokens, [input, output]; None: unknown
     concurrency: int = 16  # maximum number of simultaneous calls
     # Seconds per attempt. After 3 * timeout seconds, a call starts no new attempt.
@@ -1060,7 +1060,7 @@ SPELLINGS = {  # words in a question -> (a coder's instruction, what the coder d
 VAGUE_WORKS = 0.7  # The instruction is vague or missing.
 OTHERS_WORK = 0.3  # The instruction belongs to a different trade.
 VAGUE = ("Work it out.", "Find the value.")
-SOLVE_IT = "Solve the question."  # also vague; systems without subtasks send it instead
+SOLVE_IT = "Solve the question."  # also vague; sent by systems without subtasks
 
 NUMERALS = """
 uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis
