@@ -40,7 +40,7 @@ GOOD = {
     "choices": [{"message": {"role": "assistant", "content": "Because."}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 10, "completion_tokens": 2},
 }
-QUICK = 3  # a timeout in seconds, so short that the pauses between attempts begin at 10 ms
+QUICK = 3  # a timeout in seconds, so short that the first pause between attempts is at most 10 ms
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def environment(monkeypatch):
 
 
 def http(body, status=200, **headers):
-    """Return an HTTP response as bytes; a body of another type becomes JSON."""
+    """Return an HTTP response as bytes. A body that is not bytes becomes JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(content)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
@@ -64,11 +64,11 @@ class OddServer(socketserver.ThreadingTCPServer):
     """A server whose answers a test chooses.
 
     Args:
-        play: bytes that answer every request; a list of bytes, whose last item is repeated; or a
-            function play(n, conn) of the request's number and connection, which returns bytes to
-            send, or None to hang up.
+        play: bytes that answer every request; a list of answers in bytes, whose last item is
+            repeated; or a function play(n, conn) of the request's number, counting from 0, and its
+            connection. The function returns bytes to send, or None to hang up.
 
-    `requests` lists (time, head, body); `most` is the largest number of simultaneous requests.
+    `requests` lists (time, head, body); `most` is the maximum number of simultaneous requests.
     """
 
     daemon_threads = True
@@ -122,7 +122,7 @@ def pool_file(folder, *entries):
     return str(folder / "pool.json")
 
 
-# Protocols, compared with the providers' documentation
+# Protocols, as the providers' documentation describes them
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -133,7 +133,7 @@ TALK = [
 
 
 def on_the_wire(response, overrides=(), **fields):
-    """Return the head of a call's request in lower case, the request's body, and the reply."""
+    """Call a worker; return its request's head in lower case, the request's body, and the reply."""
     with OddServer(http(response)) as server:
         reply = worker(server, **fields).chat(TALK, **dict(overrides))
     [(_, head, body)] = server.requests
@@ -141,7 +141,7 @@ def on_the_wire(response, overrides=(), **fields):
 
 
 def test_openai_on_the_wire():
-    """Overrides replace parameters. A blank turn, which some providers refuse, becomes (empty)."""
+    """Overrides replace parameters. A blank turn, which some providers reject, becomes (empty)."""
     head, body, reply = on_the_wire(
         GOOD,
         {"max_completion_tokens": 9},
@@ -214,7 +214,8 @@ BOXED = r'To strip it: re.sub(r"<think>.*?</think>", "", s). \boxed{5}'
         (answer(["A", {"type": "image"}, "B"]), "AB", "stop"),
         (answer("<think>Hm.</think>" + BOXED), BOXED, "stop"),
         (answer("Hm.", "model_length"), "Hm.", "length"),  # Mistral
-        # Gemini leaves out the message if its thoughts or a filter left nothing to say.
+        # Gemini sends no message if its thoughts took all the tokens, or a filter blocked the
+        # answer.
         ({"choices": [{"finish_reason": "length", "index": 0}]}, "", "length"),
         ({"choices": [{"finish_reason": "content_filter: OTHER"}]}, "", "content_filter: OTHER"),
         ({"choices": [{"finish_reason": "length", "message": None}]}, "", "length"),
@@ -240,7 +241,7 @@ def test_what_models_answer(response, text, finish):
         ("<think>a <think>b</think> c", "c"),
         ("<think>a</think>", ""),
         ("<think>a</think>\n", ""),
-        # Without a closing tag, the whole text is a thought.
+        # Without a closing tag, the whole text after an opening tag is thoughts.
         ("<think>", ""),
         ("<think>a\nb", ""),
         (" <think>a <think> b", ""),
@@ -350,7 +351,7 @@ WRITTEN = {"input_tokens": 10, "output_tokens": 2, "cache_creation_input_tokens"
             10 + 1.25 * 40 + 2 * 60 + 20,
         ),
         ({**WRITTEN, "cache_creation": None, "cache_creation_input_tokens": None}, 10 + 20),
-        # litellm and OpenRouter count the cache among the prompt's tokens.
+        # litellm and OpenRouter include cached tokens in prompt_tokens.
         ({**COUNTS, "prompt_tokens": 110, "cache_creation_input_tokens": 100}, 10 + 125 + 20),
         (
             {**COUNTS, "prompt_tokens": 110, "prompt_tokens_details": {"cache_write_tokens": 100}},
@@ -376,7 +377,7 @@ def test_what_is_written_to_a_cache_costs_more(usage, dollars):
         ("0.25", COUNTS, None, 0.25),
         ("2.5e-1", COUNTS, [1, 10], 0.25),
         ("0.25", None, None, 0.25),
-        ("0.25", {**COUNTS, "cost": 0.5}, None, 0.5),  # the dearer of two bills
+        ("0.25", {**COUNTS, "cost": 0.5}, None, 0.5),  # the higher of two reported costs
         ("0.0", COUNTS, [1, 10], 30e-6),
         ("None", COUNTS, [1, 10], 30e-6),
         ("nan", COUNTS, [1, 10], 30e-6),
@@ -400,7 +401,7 @@ def test_litellms_header_is_the_cost(header, usage, price, cost):
         (None, [1, 10], None),
         ({**COUNTS, "prompt_tokens": -10}, [1, 10], None),
         ({**COUNTS, "completion_tokens": "2"}, [1, 10], None),
-        # The reply has a text, so it cannot have zero tokens: the count is unknown.
+        # The reply has a text, so a count of zero tokens must be wrong.
         ({**COUNTS, "completion_tokens": 0}, [1, 10], None),
         # The total includes reasoning tokens.
         ({**COUNTS, "total_tokens": 112}, [1, 10], 1030e-6),
@@ -409,7 +410,7 @@ def test_litellms_header_is_the_cost(header, usage, price, cost):
         ({**COUNTS, "cost": 0.25}, None, 0.25),
         ({**COUNTS, "cost": 0}, [1, 10], 30e-6),
         ({**COUNTS, "cost": 0.25, "is_byok": True}, [1, 10], 30e-6),
-        # Anthropic adds a fee for each search that the model makes, and does not say how much.
+        # Anthropic charges a fee for each search that the model makes, and does not report the fee.
         ({**COUNTS, "server_tool_use": {"web_search_requests": 2}}, [1, 10], None),
         ({**COUNTS, "server_tool_use": {"web_search_requests": 0}}, [1, 10], 30e-6),
         ({**COUNTS, "server_tool_use": None}, [1, 10], 30e-6),
@@ -419,7 +420,7 @@ def test_litellms_header_is_the_cost(header, usage, price, cost):
     ],
 )
 def test_what_a_reply_costs(usage, price, cost):
-    """If the price or the usage is unknown, the cost is unknown, too, instead of zero."""
+    """If neither the server nor the usage and the price tell the cost, it is None, not zero."""
     with OddServer(http(answer(usage=usage))) as server:
         one = worker(server, price=price)
         reply = one.chat(CHAT)
@@ -469,7 +470,7 @@ def test_odd_numbers_of_a_functions_reply_are_a_failed_call(numbers, tmp_path):
 
 
 def test_a_function_cannot_change_the_callers_messages(tmp_path):
-    """Agents append to the messages that they get; the next attempt or worker must not see that."""
+    """A function may change the messages that it gets, but the next attempt must not see that."""
     (tmp_path / "tools.py").write_text(
         "def agent(messages):\n"
         "    messages[0]['content'] += ' Because.'\n"
@@ -518,7 +519,7 @@ def give_up(messages): raise TimeoutError
     ],
 )
 def test_a_function_that_does_not_answer_is_a_failed_call(name, says, tmp_path):
-    """The error names the worker and its file. The caller of the worker can continue."""
+    """The error names the worker and its function's file. The caller can catch it and continue."""
     (tmp_path / "tools.py").write_text(ENDLESS)
     row = {"protocol": "python", "function": f"tools.py:{name}", "name": "jane", "timeout": 0.05}
     pool = load_pool(pool_file(tmp_path, row))
@@ -570,7 +571,7 @@ def refused(status, message="no", code=None, **headers):
 
 @pytest.mark.parametrize(
     "play, asked, says",
-    [  # what the server does, how many requests it gets if two attempts are allowed, the error
+    [  # (what the server does, how many requests it gets if two attempts are allowed, the error)
         # Temporary errors are tried again.
         *(
             (refused(status), 2, f"HTTP {status}.*no")
@@ -588,7 +589,7 @@ def refused(status, message="no", code=None, **headers):
         (cut, 2, "Error"),
         (b"220 mail.example ESMTP\r\n\r\n", 2, "Error"),
         (http(b" \n "), 2, "no reply"),
-        # Lasting errors are not tried again, and neither is a reply that may have been billed.
+        # After a lasting error or an unreadable reply, there is no second attempt.
         *(
             (refused(status), 1, f"HTTP {status}.*no")
             for status in (400, 401, 402, 403, 404, 413, 422)
@@ -608,7 +609,7 @@ def refused(status, message="no", code=None, **headers):
         (http({"choices": [{"text": "A", "finish_reason": "stop"}]}), 1, "no reply as openai"),
         (http(answer(42)), 1, "no reply as openai"),
         (flood, 1, "larger than 32 MiB"),
-        # Accounts that need money or a new day, in the words of OpenAI, Anthropic, Google,
+        # The account has no money or no quota left, in the words of OpenAI, Anthropic, Google,
         # OpenRouter, xAI and Moonshot.
         (refused(429, "You exceeded it", "insufficient_quota"), 1, "HTTP 429.*You exceeded it"),
         (refused(400, "Your credit balance is too low"), 1, "credit balance"),
@@ -643,7 +644,7 @@ def test_the_wait_that_is_asked_for_is_kept():
         with OddServer([refused(429, Retry_After=wait), http(GOOD)]) as server:
             worker(server, timeout=QUICK).chat(CHAT)
         assert server.requests[1][0] - server.requests[0][0] >= least
-    # The wait is longer than the call's timeout, so there is no second attempt.
+    # The wait exceeds 3 * timeout (90 s), so there is no second attempt.
     for wait in ("3600", formatdate(time.time() + 3600, usegmt=True)):
         with OddServer(refused(429, Retry_After=wait)) as server:
             with pytest.raises(WorkerError, match="429"):
@@ -725,7 +726,8 @@ def test_no_key_is_in_any_error_or_file(tmp_path):
     [
         refused(401, f"Incorrect key {KEY}"),
         http({"headers": {"authorization": f"Bearer {KEY}"}}),
-        http(("x" * 285 + KEY).encode()),  # A cut after 300 characters would split the key.
+        # The message may be cut inside the key, so the key must be masked before.
+        http(("x" * 285 + KEY).encode()),
     ],
 )
 def test_an_echoed_header_is_masked_word_by_word(echo):
@@ -771,16 +773,16 @@ def test_a_replay_makes_a_second_run_free(tmp_path):
         assert (
             again.spent == first.spent == pytest.approx(5 * 30e-6)
         )  # Replayed replies count, too.
-        first.chat(CHAT)  # Without a call_id, a call is sent, and its reply is not kept.
+        first.chat(CHAT)  # A call without a call_id is sent, and its reply is not kept.
         worker(server, name="another", replay=Replay(tmp_path / "replay")).chat(CHAT, call_id="a")
         assert len(server.requests) == 6
-        with ThreadPoolExecutor(8) as threads:  # Equal simultaneous calls are paid once.
+        with ThreadPoolExecutor(8) as threads:  # Equal simultaneous calls are sent only once.
             assert len({*threads.map(lambda _: first.chat(CHAT, "c").text, range(8))}) == 1
         assert len(server.requests) == 7
 
 
 def test_a_replay_knows_a_worker_by_its_whole_url(tmp_path):
-    """Two servers on one machine are two workers, even if their models have the same name."""
+    """Servers on two ports of a machine are two workers, even if their models have one name."""
     with OddServer(http(answer("one"))) as one, OddServer(http(answer("two"))) as two:
         for server, text in ((one, "one"), (two, "two"), (one, "one")):
             player = worker(server, replay=Replay(tmp_path / "replay"))
@@ -821,7 +823,7 @@ def test_a_replay_knows_the_laptop_world_whatever_its_port(tmp_path):
 
 
 def test_shared_replies_are_paid_once_whoever_asks(tmp_path):
-    """Only calls whose ids begin with `share` share replies; others are told apart by their ids."""
+    """Equal calls with different ids share a reply only if both ids begin with `share`."""
     numbered = [http(answer(str(n))) for n in range(9)]
     with OddServer(numbered) as server:
         one = worker(server, replay=Replay(tmp_path / "replay", share="7/"))
@@ -862,9 +864,10 @@ def test_processes_append_at_the_same_time(tmp_path):
 
 
 def test_a_budget_is_never_passed():
-    """Of twenty simultaneous calls under $0.005, four are made.
+    """With a budget of $0.005, four of twenty simultaneous calls are made.
 
-    A call reserves $0.0012, the most that it can cost, and then costs $0.001.
+    Each call reserves its maximum cost, $0.0012, and then costs $0.001. After four calls, $0.001 is
+    left, which is too little for a fifth.
     """
     budget = Budget(0.005)
     fields = {"price": [0, 10], "params": {"max_tokens": 120}, "budget": budget}
@@ -878,7 +881,7 @@ def test_a_budget_is_never_passed():
 
 
 def test_a_budget_that_a_function_has_overspent_has_nothing_left(tmp_path):
-    """What a function costs is known only afterwards."""
+    """The cost of a call to a function is known only after the call."""
     (tmp_path / "tools.py").write_text(
         "from workers import Reply\ndef f(messages): return Reply('yes', 1, 1, 0.75)\n"
     )
@@ -891,7 +894,7 @@ def test_a_budget_that_a_function_has_overspent_has_nothing_left(tmp_path):
 
 @pytest.mark.parametrize(
     "answers, left",
-    [  # what is left of $1; a call costs $0.00002, and at most $0.01
+    [  # (answers, what is left of $1); an attempt reserves $0.01, and a good reply costs $0.00002
         ([refused(400)], 1),
         ([refused(429), http(GOOD)], 1 - 20e-6),
         ([refused(402, Retry_After="0"), http(GOOD)], 1 - 20e-6),
@@ -901,8 +904,8 @@ def test_a_budget_that_a_function_has_overspent_has_nothing_left(tmp_path):
         ([http(b"{", 201)], 0.99),
         ([http({"error": {"message": "x", "code": 503}}, 202), http(GOOD)], 0.99 - 20e-6),
         ([http(answer(usage=None))], 0.99),
-        # OpenRouter does not charge for an answer that failed midway, but it may charge for a reply
-        # that consists only of an error.
+        # OpenRouter does not charge for an answer that ends with the reason "error". A provider may
+        # charge for any other answer that failed midway, or for one that is only an error.
         ([http(answer("Bec", "error")), http(GOOD)], 1 - 20e-6),
         ([http(answer("Bec", "abort")), http(GOOD)], 0.99 - 20e-6),
         ([http({"error": {"message": "x", "code": 503}}), http(GOOD)], 0.99 - 20e-6),
@@ -918,14 +921,14 @@ def test_an_attempt_that_may_be_billed_counts_whole(answers, left):
 
 
 def test_the_most_that_a_call_can_cost_is_reserved():
-    """OpenRouter may choose a host that costs more than the price, up to max_price."""
+    """OpenRouter may choose a host that costs more than the pool's price, up to max_price."""
     seen = []
     params = {"max_tokens": 1000, "provider": {"max_price": {"prompt": 0, "completion": 20}}}
     with OddServer(lambda n, conn: seen.append(budget.left) or http(GOOD)) as server:
         budget = Budget(1.0)
         worker(server, price=[0, 10], params=params, budget=budget).chat(CHAT)
         with pytest.raises(WorkerError, match="budget"):
-            worker(server, budget=budget).chat(CHAT)  # Its price is unknown.
+            worker(server, budget=budget).chat(CHAT)  # This worker's price is unknown.
         with pytest.raises(WorkerError, match=r"but for \$0.0100; this call reserves \$0.0200"):
             worker(server, price=[0, 10], params=params, budget=Budget(0.01)).chat(CHAT)
     assert seen == [pytest.approx(1 - 0.02)] and budget.left == pytest.approx(1 - 20e-6)
@@ -1217,7 +1220,7 @@ def test_a_module_that_runs_as_a_command_exists_once(file):
 
 
 def test_a_users_file_gets_the_module_that_runs(tmp_path):
-    """A file is loaded once: two of its functions share its variables."""
+    """The file's `workers` is the running module. The file runs once for both of its functions."""
     (tmp_path / "mine.py").write_text(
         "import itertools, workers\n"
         "numbers = itertools.count(1)\n"
@@ -1236,7 +1239,7 @@ def run_command(*words):
 
 
 def test_the_command_asks_each_worker_for_a_word(tmp_path):
-    """The command shows the first words of each reply, so that a wrong worker can be noticed."""
+    """The command shows each reply's first words, so that the user notices a wrong model."""
     talk = "No expression \x1b[2J found.\n" * 9
     with (
         OddServer(http(answer(talk))) as good,

@@ -48,7 +48,7 @@ def served(handler):
 
 
 class Parrot(Handler):
-    """A handler that repeats the messages; some texts make it fail."""
+    """A handler that answers with the messages. The texts "bug" and "fail" make it fail."""
 
     models = ["parrot"]
 
@@ -87,7 +87,7 @@ def request(body, version=b"1.1"):
 
 
 def raw(url, data):
-    """Send raw bytes to a server, and return everything that it sends back."""
+    """Send raw bytes to a server, and return everything that the server sends back."""
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as conn:
         conn.sendall(data)
         conn.shutdown(socket.SHUT_WR)
@@ -95,7 +95,7 @@ def raw(url, data):
 
 
 def events(text):
-    """Return the events of a stream, and assert that [DONE] ends it."""
+    """Return the events of a stream, and assert that the stream ends with [DONE]."""
     pieces = [piece for piece in text.split("\n\n") if piece.startswith("data: ")]
     assert pieces.pop() == "data: [DONE]"
     return [json.loads(piece.removeprefix("data: ")) for piece in pieces]
@@ -114,7 +114,7 @@ def test_a_completion():
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 def test_a_stream_ends_with_its_connection(parrot, version):
-    """The role comes first, then comments, then the text with its finish reason and the usage."""
+    """The role comes first, then a comment, then the text with the finish reason and the usage."""
     body = json.dumps(say("hi", stream=True)).encode()
     head, _, text = raw(parrot, request(body, version)).decode().partition("\r\n\r\n")
     assert "Content-Type: text/event-stream" in head and "chunked" not in head
@@ -173,7 +173,7 @@ def test_what_clients_send_becomes_plain_text(parrot, content, text):
         (b"", {}, 400, "expected"),
         (b"[" * 100_000, {}, 400, "expected"),
         (b"\xff", {}, 400, "expected"),
-        # Any web page can make a browser send the following requests.
+        # The next four requests are of kinds that any web page can make a browser send.
         (say("x"), {"Content-Type": "text/plain"}, 415, "Content-Type: application/json"),
         (say("x"), {"Content-Type": None}, 415, "Content-Type: application/json"),
         (say("x"), {"Host": "attacker.example"}, 403, "Host: localhost"),
@@ -250,9 +250,9 @@ HOSTS = {
 
 @pytest.mark.parametrize("host, is_ours", HOSTS.items(), ids=HOSTS)
 def test_the_host_is_checked_before_any_route(parrot, host, is_ours):
-    """A web page can make its own domain name resolve to 127.0.0.1, but must not read anything.
+    """A website can make its domain name resolve to 127.0.0.1, but its pages must read nothing.
 
-    Its requests carry that name as the Host.
+    The pages' requests carry the domain name as the Host.
     """
     for line in (b"GET /health", b"GET /v1/models", b"GET /", b"DELETE /x", b"POST /v1/chat"):
         answer = raw(parrot, b"%b HTTP/1.1\r\nHost: %b\r\n\r\n" % (line, host.encode()))
@@ -261,7 +261,7 @@ def test_the_host_is_checked_before_any_route(parrot, host, is_ours):
 
 
 def test_another_machine_needs_the_key():
-    """Every route except the public ones asks for the key. The Host may then be any machine."""
+    """Every path except the public ones requires the key. If a key is set, any Host is accepted."""
 
     class Open(Parrot):
         public_paths = ("/public",)
@@ -485,7 +485,7 @@ def test_a_local_pool_is_free_and_answers_over_http():
         reply = one.chat(ASK["messages"])
         assert (reply.text, reply.cost) == (specialist(one.name, ASK["messages"]), 0.0)
     assert all(reply.text for reply in workers.ping_workers(pool))
-    assert load_pool("local")[0].base_url == pool[0].base_url  # A process starts one server.
+    assert load_pool("local")[0].base_url == pool[0].base_url  # All local pools share one server.
 
 
 def test_simultaneous_first_callers_get_one_and_the_same_result():
@@ -493,7 +493,7 @@ def test_simultaneous_first_callers_get_one_and_the_same_result():
 
     @workers.once
     def make():
-        time.sleep(0.01)  # Meanwhile the other callers arrive.
+        time.sleep(0.01)  # Give the other callers time to arrive.
         made.append(object())
         return made[-1]
 
@@ -520,7 +520,7 @@ def test_the_server_imports_no_torch_and_gets_no_key():
 
 @pytest.mark.parametrize("death", [None, signal.SIGKILL, signal.SIGINT])
 def test_the_server_ends_with_its_parent(death):
-    # A shell's background jobs ignore SIGINT, and their children inherit that.
+    # If pytest is a background job of a shell, its children ignore SIGINT. Undo that.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import workers; "
         "print(workers.local_server()[0], flush=True); input()"
