@@ -107,8 +107,8 @@ class Worker:
     name: str = ""  # "": use the name of the model or of the function
     note: str = ""  # a sentence that tells a Conductor what this worker is good at
     api_key_env: str | None = None  # the environment variable that holds the key
-    params: dict = field(default_factory=dict)  # of each request, unless `chat` overrides them
-    headers: dict = field(default_factory=dict, repr=False)  # override all other headers
+    params: dict = field(default_factory=dict)  # request parameters; `chat` can override them
+    headers: dict = field(default_factory=dict, repr=False)  # override the usual headers
     price: list | None = None  # dollars per million tokens, [input, output]; None: unknown
     concurrency: int = 16  # maximum number of simultaneous calls
     # Seconds per attempt. After 3 * timeout seconds, a call starts no new attempt.
@@ -351,7 +351,7 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
         if time.monotonic() > deadline:
             raise TimeoutError
 
-    # Some servers begin the body with a byte order mark, from which the encoding is detected.
+    # Some servers begin the body with a byte order mark, which shows the encoding.
     text = body.decode(json.detect_encoding(body), "replace").strip()
     data = None
     with contextlib.suppress(ValueError, RecursionError):
@@ -479,7 +479,7 @@ def one_line(text: str) -> str:
     return "".join(filter(str.isprintable, " ".join(text.split())))
 
 
-# ---- Protocols: one function writes a request, one reads a reply -------------------------------
+# ---- Protocols: one function writes requests, another reads replies ----------------------------
 
 
 def openai_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple:
@@ -936,8 +936,8 @@ class Budget:
 
     Each attempt first reserves its maximum cost, and afterwards returns what it did not spend. If
     the cost of an attempt is unknown, the attempt returns nothing. Two kinds of worker can exceed
-    the limit: Python functions without a price, for which nothing is reserved, and servers that
-    charge more than the pool's price, for instance a fee for web searches.
+    the limit: Python functions whose price is unset or zero, for which nothing is reserved, and
+    servers that charge more than the pool's price, for instance a fee for web searches.
     """
 
     def __init__(self, dollars: float):
@@ -1026,7 +1026,7 @@ def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
 def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, purpose: str):
     """Print an estimate of what `purpose`, such as "training", costs, unless it is free.
 
-    Raises ValueError if it may cost money and there is no budget.
+    Raises ValueError if `purpose` may cost money and there is no budget.
     """
     cost = probable_cost(pool, calls)
     if cost != 0.0:
@@ -1449,7 +1449,7 @@ class Handler(BaseHTTPRequestHandler):
         """Return the body of a request.
 
         The Content-Type must be JSON. This keeps out the web pages of other sites, because browsers
-        do not let them send JSON here.
+        let those pages send JSON only to servers that permit it.
         """
         length = self.headers.get("Content-Length", "")
         if "Transfer-Encoding" in self.headers or not re.fullmatch(r"\d{1,18}", length):
