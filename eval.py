@@ -270,7 +270,7 @@ def parse_problem(line: bytes, default_id: str) -> Problem:
 
 
 def check_problem(problem: Problem):
-    """Raise ValueError if a field has the wrong type, or if the problem cannot be graded."""
+    """Raise ValueError if a field has the wrong type or is blank, or if no grader can judge it."""
     for key, kind in Problem.__annotations__.items():
         value = getattr(problem, key)
         require(type(value) is kind, f"{key} has to be {IN_WORDS[kind]}, not {shown(value)}")
@@ -1885,7 +1885,8 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     if "=" not in texts[1]:
         texts[0] = re.sub(r"^[a-z](?:[+-][a-z])+=", "", texts[0])
         texts[0] = re.sub(r"(^|,)([a-z])_\w ?=", r"\1\2=", texts[0])
-    # Remove the unknown's name (x=1,x=-3 -> 1,-3), unless the two answers have different names.
+    # Remove the name of an unknown from both answers (x=1,x=-3 -> 1,-3), unless they name different
+    # unknowns or the gold answer names a further one (x=1,y=2).
     names = {match[0] for match in map(NAMED.match, texts) if match}
     bare = [text.replace(*names, "") for text in texts] if len(names) == 1 else texts
     if "=" not in bare[1]:

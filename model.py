@@ -782,7 +782,7 @@ class Tokenizer:
     def __init__(self, bpe: BPE, model_type: str = "qwen2"):
         self.bpe = bpe
         bpe.encode_special_tokens = True  # Encode a text such as "<|im_end|>" as plain text.
-        bpe.post_processor = processors.ByteLevel(trim_offsets=False)  # adds no tokens to a text
+        bpe.post_processor = processors.ByteLevel(trim_offsets=False)  # adds no BOS
         bpe.no_truncation()
         bpe.no_padding()
         self.template = find_template(bpe, model_type)

@@ -1127,7 +1127,7 @@ def view_step(rollout: Rollout, i: int) -> list[str]:
     step = rollout.workflow.steps[i]
     reply = rollout.replies[i]
     if step.wrote_all:
-        sees = "everything before"
+        sees = "all earlier results"
     else:
         sees = f"steps {step.access}" if step.access else "the question"
     text = (reply.text or f"(empty; it ended by {reply.finish!r})") if reply else "(none)"
