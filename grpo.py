@@ -385,9 +385,9 @@ def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_h
     All logits together, (N, V), would take gigabytes. So they are computed one part at a time, and
     computed again in the backward pass instead of being kept.
 
-    The KL is an exact sum over all ids. GRPO usually estimates the KL from the sampled token alone,
-    as π_ref/π - log(π_ref/π) - 1. The gradient of that estimate is right on average, but a single
-    token's gradient is huge if its π is far below π_ref.
+    The KL is an exact sum over all ids. GRPO usually computes π_ref/π - log(π_ref/π) - 1 for the
+    sampled token alone. Its gradient is, on average, that of the exact sum, but a single token's
+    gradient is huge if its π is far below π_ref.
     """
 
     def of_part(hidden, target, ref_hidden):  # (n, C), (n), (n, C) -> (2, n)

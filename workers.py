@@ -1060,7 +1060,7 @@ SPELLINGS = {  # words in a question -> (a coder's instruction, what the coder d
 VAGUE_WORKS = 0.7  # The instruction is vague or missing.
 OTHERS_WORK = 0.3  # The instruction belongs to a different trade.
 VAGUE = ("Work it out.", "Find the value.")
-SOLVE_IT = "Solve the question."  # also vague; sent by systems without subtasks
+SOLVE_IT = "Solve the question."  # also vague; the default subtask of eval.py's systems
 
 NUMERALS = """
 uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis
@@ -1525,7 +1525,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_piece(f"data: {json.dumps({'error': error})}\n\n")
             return
         if is_server_error and "Retry-After" not in refusal.headers:
-            refusal.headers["x-should-retry"] = "false"  # A retry would fail again, and cost again.
+            refusal.headers["x-should-retry"] = "false"  # A retry would be paid for again.
         self.send(refusal.status, {"error": error}, **refusal.headers)
 
     def send(self, status: int, content, **headers):

@@ -200,9 +200,9 @@ def test_the_interval_is_over_problems():
     row = measure(
         [judged(right, name=name) for right, name in ((True, "p"), (False, "p"), (True, "q"))]
     )
-    assert row["accuracy"] == pytest.approx(
-        2 / 3
-    )  # shares 0.5 and 1, and 0, 0, 1, 1: variance 0.2014
+    assert row["accuracy"] == pytest.approx(2 / 3)
+    # The problems' shares are 0.5 (p) and 1 (q). The interval adds shares of 0, 0, 1 and 1, and the
+    # variance of all six is 0.2014.
     assert row["±"] == pytest.approx(1.96 * (0.2014 / 6) ** 0.5, abs=1e-3)
 
 

@@ -241,7 +241,7 @@ def test_what_models_answer(response, text, finish):
         ("<think>a <think>b</think> c", "c"),
         ("<think>a</think>", ""),
         ("<think>a</think>\n", ""),
-        # Without a closing tag, the whole text after an opening tag is thoughts.
+        # If a reply begins with <think> and never closes it, all of it counts as thoughts.
         ("<think>", ""),
         ("<think>a\nb", ""),
         (" <think>a <think> b", ""),

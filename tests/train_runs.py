@@ -93,7 +93,7 @@ def run_rank(flags, env, said, folder):
 def end_of(run):
     """Wait for a run to end; return (the highest exit status of its ranks, stdout, stderr).
 
-    A rank that has not ended after 400 s is killed.
+    After 400 s for each rank, those that still run are killed.
     """
     for rank in run.ranks:
         rank.join(timeout=400)
