@@ -939,7 +939,8 @@ def conduct(
             if rollout.invalid:
                 last[i] = replace(rollouts[i], number=rollout.number + 1)
         pending = [rollout for rollout in last if not rollout.workflow and not rollout.error]
-        roll_out(pending, write, prompting, **settings)
+        if pending:
+            roll_out(pending, write, prompting, **settings)
 
     # Conduct further rounds for the questions that workers answered in this round. If the next
     # round has no valid workflow, keep this one.
