@@ -68,36 +68,58 @@ def advantages(rewards, mask=None):
     return centred / std.clamp(min=1e-6)[:, None]
 
 
-def set_advantages(groups: list[list[Rollout]], recursion=False, cost_weight=0.0):
-    """Set `advantage` and `wrong_share` of every rollout from the results of its group.
+def set_advantages(questions: list[list[list[Rollout]]], cost_weight=0.0):
+    """Set the `advantage` of every rollout (Eq. 2).
 
-    A rollout whose reward is None influences no other rollout, and its advantage is 0. All groups
-    must have the same size.
+    A trajectory is a list of one rollout or, with recursion (§3.2), of a first round and the second
+    round that continues it. All rounds of a trajectory get its advantage. If two trajectories of a
+    question have the rewards [1, 0.5] and [0, 1], the sums are 0.25 + 0.5 and 0 + 1, because a
+    first round counts a quarter, and the advantages are -1 and 1. Where no question has a second
+    round, the quarter has no effect, because Eq. 2 divides by std.
 
     Args:
-        recursion: Whether to divide the advantages of first rounds by 4, after the penalty for cost
-            is subtracted. The paper multiplies the reward of a first round by 1/4, but the division
-            by std in Eq. 2 would cancel that.
-        cost_weight: How much advantage a rollout loses for each dollar that it costs above its
-            group's mean. This penalty is subtracted after Eq. 2. If it were part of the reward, the
-            division by std would blow up even a tiny difference in cost.
+        questions: For each question, its trajectories. If the reward of a round is None, the
+            trajectory influences no other trajectory, and its advantage is 0.
+        cost_weight: How much advantage a trajectory loses for each dollar that it costs above the
+            mean of its question's trajectories. This penalty is subtracted after Eq. 2. If it were
+            part of the reward, the division by std would blow up even a tiny difference in cost.
     """
-    rewards = [[rollout.reward or 0.0 for rollout in group] for group in groups]
-    mask = [[rollout.reward is not None for rollout in group] for group in groups]
-    for group, row in zip(groups, advantages(rewards, mask).tolist()):
-        weight = 0.25 if recursion and group[0].previous is None else 1.0
-        known = [rollout for rollout in group if rollout.reward is not None]
-        wrong_share = 1.0
-        if known:
-            wrong_share = sum(not rollout.right for rollout in known) / len(known)
-        mean_cost = 0.0
-        if known and cost_weight:
-            mean_cost = sum(rollout.cost for rollout in known) / len(known)  # dollars
+    for trajectories in questions:
+        rewards = [trajectory_reward(rounds) for rounds in trajectories]
+        mask = [reward is not None for reward in rewards]
+        [row] = advantages([[reward or 0.0 for reward in rewards]], [mask]).tolist()
 
-        for rollout, advantage in zip(group, row):
-            if cost_weight and rollout.reward is not None:
-                advantage -= cost_weight * (rollout.cost - mean_cost)
-            rollout.advantage = weight * advantage
+        known = [i for i, is_known in enumerate(mask) if is_known]
+        if cost_weight and known:
+            costs = {i: trajectories[i][-1].cost for i in known}  # dollars, for all rounds
+            mean_cost = sum(costs.values()) / len(known)
+            for i, cost in costs.items():
+                row[i] -= cost_weight * (cost - mean_cost)
+
+        for rounds, advantage in zip(trajectories, row):
+            for rollout in rounds:
+                rollout.advantage = advantage
+
+
+def trajectory_reward(rounds: list[Rollout]) -> float | None:
+    """Return the sum of the rounds' rewards, in which a first round counts a quarter (§3.2).
+
+    Returns None if the reward of any round is None.
+    """
+    if any(rollout.reward is None for rollout in rounds):
+        return None
+    return sum((0.25 if rollout.previous is None else 1.0) * rollout.reward for rollout in rounds)
+
+
+def set_wrong_shares(groups: list[list[Rollout]]):
+    """Set the `wrong_share` of every rollout: the share of wrong answers in its group.
+
+    Rollouts without a reward do not count. If a group has no others, the share is 1.
+    """
+    for group in groups:
+        known = [rollout for rollout in group if rollout.reward is not None]
+        wrong_share = sum(not rollout.right for rollout in known) / len(known) if known else 1.0
+        for rollout in group:
             rollout.wrong_share = wrong_share
 
 

@@ -70,7 +70,14 @@ from torch.distributed.fsdp import (
 )
 
 import eval as evaluation
-from grpo import HEAD_LOGITS, advantages, clipped_step, packed_logprobs, set_advantages, update
+from grpo import (
+    HEAD_LOGITS,
+    clipped_step,
+    packed_logprobs,
+    set_advantages,
+    set_wrong_shares,
+    update,
+)
 from model import (
     Config,
     Qwen,
@@ -190,12 +197,6 @@ class Settings:
         False,
         "give half of the questions a second round, in which the Conductor may revise the answer "
         "(section 3.2)",
-    )
-    recursion_rewards: str = flag(
-        "apart",
-        "how Eq. 2 normalises a question's rewards with --recursion: apart (each round is a "
-        "group), together (both rounds are one group), or sum (each first round's reward is added "
-        "to that of the second round that continues it, and the sums are the group)",
     )
 
     # The objective (section 3.1, equations 1 and 2), and the optimizer: AdamW without weight decay.
@@ -393,7 +394,8 @@ def train(settings: Settings):
             rewards = on_rank0(lambda: [reward(rollout, settings) for rollout in rollouts])
             for rollout, value in zip(rollouts, rewards):
                 rollout.reward = value
-            assign_advantages(groups, settings)
+            set_advantages(trajectories(groups), settings.cost_weight)
+            set_wrong_shares(groups)
             on_rank0(lambda: write_trace(settings, iteration, groups))
         track_wrong_shares(run, groups)
         rolled_out = time.perf_counter()
@@ -432,7 +434,7 @@ def collect_rollouts(run: Run, settings: Settings, iteration: int) -> tuple[Grou
     groups = []
     for extra_round in range(1 + settings.recursion):
         if extra_round:
-            asked = second_rounds(groups, settings, iteration)
+            asked = second_rounds(groups, iteration)
         # The sampler's seed differs for each combination of --seed, iteration and round.
         seed = settings.seed * 1_000_000 + extra_round * 500_000 + iteration
         mine = on_all_ranks(lambda: begin_rollouts(sampler, run, asked, settings, seed, calls))
@@ -529,35 +531,33 @@ def copies(question: Rollout, settings: Settings) -> list[Rollout]:
     return [replace(question, number=number) for number in range(settings.n_rollouts)]
 
 
-def second_rounds(groups: Groups, settings: Settings, iteration: int) -> Groups:
+def second_rounds(groups: Groups, iteration: int) -> Groups:
     """Return second rounds, still without workflows, for half of the questions (section 3.2).
 
-    All second rounds of a question continue the same answered rollout, which is chosen at random.
-    With recursion_rewards=sum, each answered rollout is continued once instead. A question without
-    an answered rollout gets no second round. Even iterations take the first two of every four
-    questions and odd iterations the last two. So if two kinds of question alternate in the data,
-    both kinds get second rounds.
+    Each answered rollout of such a question is continued once. A question without an answered
+    rollout gets no second round. Even iterations take the first two of every four questions and odd
+    iterations the last two. So if two kinds of question alternate in the data, both kinds get
+    second rounds.
     """
     half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of every four questions
     asked = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.workflow and r.right is not None]
-        if i % 4 not in half or not answered:
-            continue
-        parent = random.Random(f"{settings.seed} {iteration} {i}").choice(answered)
-        again = Rollout(
-            parent.question,
-            parent.pool,
-            parent.workers,
-            parent.problem,
-            call_prefix=parent.call_prefix,
-            previous=parent,
-        )
-        if settings.recursion_rewards == "sum":
-            asked.append([replace(again, number=r.number, previous=r) for r in answered])
-        else:
-            asked.append(copies(again, settings))
+        if i % 4 in half and answered:
+            asked.append([second_round(r) for r in answered])
     return asked
+
+
+def second_round(first: Rollout) -> Rollout:
+    return Rollout(
+        first.question,
+        first.pool,
+        first.workers,
+        first.problem,
+        previous=first,
+        number=first.number,
+        call_prefix=first.call_prefix,
+    )
 
 
 def begin_rollouts(
@@ -661,41 +661,12 @@ def own_reward(rollout: Rollout, function: str) -> float:
     return value
 
 
-def assign_advantages(groups: Groups, settings: Settings):
-    """Set the advantage (Eq. 2) and the wrong_share of every rollout.
-
-    The paper multiplies the rewards of first rounds by 0.25 and normalises "across rounds".
-    settings.recursion_rewards selects one of three readings of this:
-
-        apart       Each round of a question is normalised separately. This would cancel the factor
-                    of 0.25, so the factor is applied to the advantages of first rounds instead of
-                    their rewards.
-        together    The rewards of both rounds are normalised as one group.
-        sum         A first round and the second round that continues it, if any, share one reward,
-                    the sum of their rewards. The sums are normalised as one group.
-    """
-    if settings.recursion_rewards == "apart":
-        return set_advantages(groups, settings.recursion, settings.cost_weight)
-    for group in groups:
-        set_advantages([group])  # sets wrong_share; the advantages are replaced below
-
-    # With "sum", a first round has the same key as the second round that continues it. With
-    # "together", each rollout of a question has a different key.
-    questions = {}  # call_prefix -> {key of a reward: the rollouts that share it}
+def trajectories(groups: Groups) -> list[Groups]:
+    """Return each question's trajectories: first rounds, each with the round that continues it."""
+    questions = {}  # call_prefix -> {number: the rounds with this number}
     for r in itertools.chain(*groups):
-        key = r.number if settings.recursion_rewards == "sum" else (r.number, r.previous is None)
-        questions.setdefault(r.call_prefix, {}).setdefault(key, []).append(r)
-
-    for shared in questions.values():
-        rewards, mask = [], []
-        for rollouts in shared.values():
-            known = [r for r in rollouts if r.reward is not None]
-            rewards.append(sum((0.25 if r.previous is None else 1.0) * r.reward for r in known))
-            mask.append(len(known) == len(rollouts))  # False if any is lost
-        [row] = advantages([rewards], [mask]).tolist()
-        for rollouts, advantage in zip(shared.values(), row):
-            for r in rollouts:
-                r.advantage = advantage
+        questions.setdefault(r.call_prefix, {}).setdefault(r.number, []).append(r)
+    return [list(rounds.values()) for rounds in questions.values()]
 
 
 def track_wrong_shares(run: Run, groups: Groups):
@@ -1234,7 +1205,6 @@ SHAPES = {  # the Configs of models that may not have been downloaded yet
 }
 CHOICES = {
     "device": ["", "cuda", "cpu"],
-    "recursion_rewards": ["apart", "together", "sum"],
     "ablate": [*evaluation.ABLATIONS],
     "sandbox": ["bwrap", "none"],
     "prompt_style": ["ood", "in", "mixed", "zero-shot", "short"],
@@ -1334,8 +1304,6 @@ def check_flags(settings: Settings) -> list[str]:
         faults.append("--examples: --prompt_style=short shows none; choose zero-shot")
     if settings.shuffle and not settings.notes:
         faults.append("--shuffle: without --notes nothing tells who is who")
-    if settings.cost_weight and settings.recursion_rewards != "apart":
-        faults.append("--cost_weight needs --recursion_rewards=apart")
     if settings.wandb and importlib.util.find_spec("wandb") is None:
         faults.append("--wandb: the package wandb is not installed (pip install wandb)")
     return faults
@@ -1940,7 +1908,7 @@ def read_trace(run: Run, settings: Settings, iteration: int) -> Groups | None:
         first = [group for group in groups.values() if group[0].previous is None]
         asked = [copies(group[0], settings) for group in first]
         if settings.recursion:
-            asked += second_rounds(first, settings, iteration)
+            asked += second_rounds(first, iteration)
         if len(first) != settings.n_questions or labels(groups.values()) != labels(asked):
             raise ValueError("rollouts are missing")
     return list(groups.values())
@@ -2205,8 +2173,7 @@ OLD_FLAGS = {
 }
 # Flags that the third edition did not have. Add the name of every new flag; otherwise older runs,
 # whose settings.json lacks it, cannot be resumed.
-NEW_FLAGS = {"device", "examples", "lora_rank", "notes", "recursion_rewards", "reward"}
-NEW_FLAGS |= {"share_replies", "shuffle"}
+NEW_FLAGS = {"device", "examples", "lora_rank", "notes", "reward", "share_replies", "shuffle"}
 
 
 def resumed_settings(file: str, out: str, argv: list[str]) -> Settings:
@@ -2217,6 +2184,8 @@ def resumed_settings(file: str, out: str, argv: list[str]) -> Settings:
     """
     try:
         values = {OLD_FLAGS.get(key, key): value for key, value in read_json(file).items()}
+        if not values.get("recursion"):
+            values.pop("recursion_rewards", None)  # a removed flag, which only recursion used
         saved = Settings(**values)
     except (ValueError, TypeError) as e:
         raise SystemExit(

@@ -121,7 +121,7 @@ class Rollout:
     # The reward of §3.1, set by train.py. None: the rollout is lost, or its cost is unknown
     # although --cost_weight is set.
     reward: float | None = None
-    advantage: float = 0.0  # the advantage A in Eq. 1, set by grpo.py or train.py
+    advantage: float = 0.0  # the advantage A in Eq. 1, set by grpo.py
     # The share of wrong rollouts in this rollout's GRPO group, not counting those without a reward;
     # set by grpo.py.
     wrong_share: float = 1.0

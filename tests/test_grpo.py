@@ -27,6 +27,7 @@ from grpo import (
     micro_batches,
     packed_logprobs,
     set_advantages,
+    set_wrong_shares,
     surrogate,
 )
 from grpo import token_logprobs, update
@@ -136,26 +137,31 @@ def test_lost_rollouts_are_in_no_statistic(junk):
     torch.testing.assert_close(got, expected)
 
 
-def test_first_rounds_weigh_a_quarter_where_there_are_second_ones():
-    """With recursion (§3.2), a first round's advantage has weight 1/4, a second round's 1.
+def rounds_of(rewards):
+    """Return a trajectory of one or two rounds with these rewards."""
+    rounds = []
+    for reward in rewards:
+        previous = rounds[-1] if rounds else None
+        rounds.append(rollout([1], [2], [0.0], reward=reward, previous=previous))
+    return rounds
 
-    First rounds have weight 1/4 even if their question has no second round. Without recursion, all
-    rounds have weight 1.
+
+def test_a_first_round_and_the_second_that_continues_it_share_an_advantage():
+    """The reward of a trajectory is a quarter of the first round's plus the second round's (§3.2).
+
+    If any round is lost, the whole trajectory is. A trajectory may have no second round, and the
+    quarter then changes nothing.
     """
-    first, groups = rollout([1], [2], [0.0]), []
-    for rewards, previous in (
-        ([0.0, 1.0, None], None),
-        ([0.0, 0.5, 0.5], None),
-        ([0.0, 1.0, None], first),
-    ):
-        groups.append([rollout([1], [2], [0.0], reward=x, previous=previous) for x in rewards])
-    set_advantages(groups, recursion=True)
-    r = math.sqrt(2)  # of [0, .5, .5]: mean 1/3, std √2/6
-    expected = [[-0.25, 0.25, 0.0], [-r / 4, r / 8, r / 8], [-1.0, 1.0, 0.0]]
-    for group, row in zip(groups, expected):
-        assert [x.advantage for x in group] == pytest.approx(row, rel=1e-5)
-    set_advantages(groups)
-    assert [x.advantage for x in groups[0]] == pytest.approx([-1.0, 1.0, 0.0])
+    questions = [
+        [rounds_of([1.0, 0.5]), rounds_of([0.0, 1.0]), rounds_of([1.0, None])],  # 0.75, 1
+        [rounds_of([1.0, 1.0]), rounds_of([0.0]), rounds_of([0.0])],  # 1.25, 0, 0
+        [rounds_of([0.5]), rounds_of([1.0]), rounds_of([None])],
+    ]
+    set_advantages(questions)
+    r = math.sqrt(2)  # of [1.25, 0, 0]: mean 1.25 / 3, std 1.25 √2 / 3
+    for question, expected in zip(questions, [[-1, 1, 0], [r, -r / 2, -r / 2], [-1, 1, 0]]):
+        for rounds, advantage in zip(question, expected):
+            assert [x.advantage for x in rounds] == pytest.approx([advantage] * len(rounds), 1e-5)
 
 
 def test_dollars_above_the_mean_of_the_group_cost_advantage():
@@ -168,9 +174,9 @@ def test_dollars_above_the_mean_of_the_group_cost_advantage():
         rollout([1], [2], [0.0], reward=x, right=x == 1.0, replies=[Reply("", 1, 1, cost)])
         for x, cost in ((1.0, 0.04), (1.0, 0.01), (0.5, 0.01), (0.5, 0.02), (None, None))
     ]
-    set_advantages([group], cost_weight=5.0)
+    set_advantages([[[r] for r in group]], cost_weight=5.0)
     assert [r.advantage for r in group] == pytest.approx([0.9, 1.05, -0.95, -1.0, 0.0], rel=1e-5)
-    set_advantages([group[:2]], cost_weight=5.0)
+    set_advantages([[[r] for r in group[:2]]], cost_weight=5.0)
     assert [r.advantage for r in group[:2]] == pytest.approx([-0.075, 0.075], rel=1e-5)
 
 
@@ -183,7 +189,7 @@ def test_the_kl_weighs_the_share_of_wrong_answers():
         group = [
             rollout([1], [2], [0.0], reward=right and float(right), right=right) for right in rights
         ]
-        set_advantages([group])
+        set_wrong_shares([group])
         assert [r.wrong_share for r in group] == pytest.approx([share] * len(group))
 
 

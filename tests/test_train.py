@@ -30,7 +30,6 @@ from train import (
     Call,
     Run,
     Settings,
-    assign_advantages,
     bytes_for,
     check_longest_prompt,
     files_of,
@@ -45,6 +44,7 @@ from train import (
     schedule,
     second_rounds,
     tiny_conductor,
+    trajectories,
     warm_start,
 )
 from train_runs import (
@@ -230,56 +230,20 @@ def test_half_of_the_questions_get_a_second_round_with_an_answer_of_the_first():
     # A second round cannot continue a rollout that has no workflow.
     groups[1] = [replace(r, workflow=None) for r in groups[1]]
     for iteration, expected in ((0, ["q0", "q4", "q5"]), (1, ["q2", "q3", "q6", "q7"])):
-        asked = second_rounds(groups, Settings(n_rollouts=4), iteration)
+        asked = second_rounds(groups, iteration)
         assert [r.question for group in asked for r in group[:1]] == expected
         for r in itertools.chain(*asked):
             assert r.previous.right is not None and r.previous.question == r.question
             assert (r.call_prefix, r.written, r.workflow) == (r.previous.call_prefix, "", None)
 
 
-def two_rounds(first, second):
-    """Return [first rounds, second rounds] with these rewards.
-
-    Second round i continues first round i, so `second` may be shorter than `first`, but not longer.
-    """
-    parents = [of(True, reward=r, number=i, call_prefix="q") for i, r in enumerate(first)]
-    again = []
-    for i, r in enumerate(second):
-        again.append(of(True, reward=r, number=i, call_prefix="q", previous=parents[i]))
-    return [parents, again]
-
-
-@pytest.mark.parametrize(
-    "reading, expected",
-    [
-        # Each round is normalised separately. First rounds get (1, -1) times 1/4, second rounds
-        # get (-1, 1).
-        ("apart", [0.25, -0.25, -1, 1]),
-        # Both rounds are one group (0.25, 0, 0.5, 1) with mean 0.4375 and deviation 0.369755.
-        ("together", [-0.5071, -1.1832, 0.1690, 1.5213]),
-        # A first round and the second round that continues it share a sum: 0.25 + 0.5 and 0 + 1.
-        ("sum", [-1, 1, -1, 1]),
-    ],
-)
-def test_the_readings_of_recursive_rewards(reading, expected):
-    groups = two_rounds([1.0, 0.0], [0.5, 1.0])
-    assign_advantages(groups, Settings(recursion=True, recursion_rewards=reading))
-    found = [r.advantage for r in itertools.chain(*groups)]
-    assert found == pytest.approx(expected, abs=1e-3)
-
-    groups = two_rounds([1.0, 0.0, 1.0], [0.5, 1.0, None])  # The lost rollout does not count.
-    assign_advantages(groups, Settings(recursion=True, recursion_rewards=reading))
-    assert groups[1][2].advantage == 0
-    assert (groups[0][2].advantage == 0) == (reading == "sum")
-
-
-def test_where_rewards_are_summed_each_second_round_continues_its_own_first_one():
-    group = [of(right, number=i, call_prefix="q") for i, right in enumerate((True, False, None))]
-    settings = Settings(n_rollouts=3, recursion=True, recursion_rewards="sum")
-    [again] = second_rounds([group], settings, 0)
-    assert [(r.number, r.previous is group[r.number]) for r in again] == [(0, True), (1, True)]
-    [again] = second_rounds([group], replace(settings, recursion_rewards="apart"), 0)
-    assert len(again) == 3 and len({id(r.previous) for r in again}) == 1
+def test_each_second_round_continues_its_own_first_round():
+    first = [of(right, number=i, call_prefix="q") for i, right in enumerate((True, None, False))]
+    [again] = second_rounds([first], 0)
+    assert [(r.number, r.previous is first[r.number]) for r in again] == [(0, True), (2, True)]
+    expected = [[first[0], again[0]], [first[1]], [first[2], again[1]]]
+    [found] = trajectories([first, again])
+    assert [list(map(id, rounds)) for rounds in found] == [list(map(id, r)) for r in expected]
 
 
 def test_a_reward_of_ones_own(tmp_path):
@@ -782,7 +746,6 @@ def test_only_what_a_user_names_costs_money():
         ("--max_steps=101", "--max_steps=101: expected 1 or more, at most 100"),
         ("--beta2=1", "--beta2=1.0: expected 0 or more, at most 0.9999"),
         ("--ablate=everything", "--ablate=everything: there are subtasks, access"),
-        ("--recursion_rewards=x", "--recursion_rewards=x: there are apart, together, sum"),
         ("--lora_rank=8", "--lora_rank: there is no pretrained model"),
         ("--examples=mine.json", "--examples: --prompt_style=short shows none"),
         ("--shuffle", "--shuffle: without --notes"),

@@ -251,6 +251,13 @@ def test_settings_of_the_third_edition_are_read(tmp_path):
     assert (settings.n_questions, settings.n_rollouts, settings.n_test) == (3, 4, 5)
     assert (settings.prompt_style, settings.ask_solved_probability) == ("short", 0.5)
 
+    # A removed flag that only recursion used: other runs go on, and recursive ones are refused.
+    write_json(f"{tmp_path}/settings.json", old | {"recursion_rewards": "apart"})
+    assert resume(tmp_path) == settings
+    write_json(f"{tmp_path}/settings.json", old | {"recursion_rewards": "apart", "recursion": True})
+    with pytest.raises(SystemExit, match="recursion_rewards"):
+        resume(tmp_path)
+
     del old["lr"]  # A missing key is an error; no default replaces it.
     write_json(f"{tmp_path}/settings.json", old)
     with pytest.raises(SystemExit, match="does not say lr"):
