@@ -34,7 +34,7 @@ import textwrap
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -888,8 +888,7 @@ def compare_systems(settings: "Settings"):
     if "checkpoint" in needs:
         pool_name = choose_pool(settings.checkpoint, settings.pool)
         shared_conductor(settings.checkpoint)
-    with naming_flag(f"--replay={settings.replay}"):
-        pool = load_pool(pool_name, replay=settings.replay, budget=settings.budget)
+    pool = load_pool(pool_name, replay=settings.replay, budget=settings.budget)
     numbers_of(settings.only, pool)  # raises ValueError if a name is not in the pool
     players = label_players(systems, pool, settings.worker)
 
@@ -902,48 +901,41 @@ def compare_systems(settings: "Settings"):
     if "lessons" in needs:
         lessons = {name: load(settings.lessons or name, "train", LESSONS) for name in tests}
 
-    # Check that the budget allows the calls, and that the files of --out can be written.
+    # Check that the budget allows the calls.
     n_questions = sum(map(len, tests.values())) * settings.repeats * (1 + settings.extra_rounds)
     n_calls = 0.0
     for system, _ in players.values():
         n_calls += n_questions * (system.calls or len(pool)) + len(tests) * system.calls_to_learn
     demand_budget(pool, settings.budget, round(n_calls), "this evaluation")
-    settings = replace(settings, out=stem_of(settings.out))
-    if settings.out:
-        with naming_flag(f"--out={settings.out}"):
-            open(f"{settings.out}.jsonl.tmp", "w").close()
 
     # Run the systems, and print and save the results.
     numbers = {}
-    rollouts = []
+    traces = []  # (which system and benchmark, rollout)
     for name, problems in tests.items():
         setup = Setup(settings, pool, lessons=lessons.get(name, []))
         rows = play_all(setup, players, name, problems)
         print_with_legend(table(rows, f"{name}, {len(problems)} problems, in %"))
         print_paper(name, pool)
         numbers |= {f"{name}, {label}": row for label, row in rows.items()}
-        rollouts += itertools.chain(*setup.played.values())
-    stop_if_lost(rollouts, pool)
+        for label, rollouts in setup.played.items():
+            about = {"system": label, "benchmark": name}
+            traces += [(about, rollout) for rollout in rollouts]
+    stop_if_lost([rollout for _, rollout in traces], pool)
     if settings.out:
-        write_json(f"{settings.out}.json", numbers)
-        os.replace(f"{settings.out}.jsonl.tmp", f"{settings.out}.jsonl")
+        numbers_file, rollouts_file = files_of(settings.out)
+        with open(rollouts_file, "w") as file:
+            for about, rollout in traces:
+                file.write(json.dumps(about | rollout_to_json(rollout)) + "\n")
+        write_json(numbers_file, numbers)
 
 
-@contextmanager
-def naming_flag(flag: str):
-    """Turn an OSError in the block into a ValueError whose message begins with the flag."""
-    try:
-        yield
-    except OSError as e:
-        raise ValueError(f"{flag}: {e.strerror}: {e.filename!r}") from None
+def files_of(out: str) -> list[str]:
+    """Return the two files of --out.
 
-
-def stem_of(out: str) -> str:
-    """Return the path that the two files of --out share, without the extension.
-
-    "ev", "ev.json" and "ev.jsonl" all give "ev".
+    "ev", "ev.json" and "ev.jsonl" all give ["ev.json", "ev.jsonl"].
     """
-    return re.sub(r"\.jsonl?$", "", out)
+    stem = re.sub(r"\.jsonl?$", "", out)
+    return [f"{stem}.json", f"{stem}.jsonl"]
 
 
 def stop_if_lost(rollouts: list[Rollout], pool: list):
@@ -982,7 +974,7 @@ def play_all(
 ) -> dict[str, dict]:
     """Let all players answer the problems --repeats times, and return the table: {row label: row}.
 
-    The players' rollouts are added to `setup.played`, and to the temporary file for --out.
+    The players' rollouts are added to `setup.played`.
     """
     rows = {}
     for label, (system, worker) in players.items():
@@ -1001,11 +993,6 @@ def play_all(
         rows[label] = measure(rollouts)
         if calls_to_learn:
             rows[label]["calls to learn"] = calls_to_learn
-        if setup.settings.out:
-            about = {"system": label, "benchmark": benchmark_name}
-            with open(f"{setup.settings.out}.jsonl.tmp", "a") as file:
-                for rollout in rollouts:
-                    file.write(json.dumps(about | rollout_to_json(rollout)) + "\n")
     compare_with_workers(rows, setup)
     return rows
 
@@ -2415,8 +2402,7 @@ def prepare(settings: "Settings"):
     pool = []
     if settings.pool:
         check_sandbox()
-        with naming_flag(f"--replay={settings.replay}"):
-            pool = load_pool(settings.pool, replay=settings.replay, budget=settings.budget)
+        pool = load_pool(settings.pool, replay=settings.replay, budget=settings.budget)
         n_calls = 2 * CANDIDATES * len(MIXES["paper"]) * len(pool)
         demand_budget(pool, settings.budget, n_calls, "asking every worker every candidate twice")
     chosen = {}
@@ -2983,18 +2969,19 @@ def check_flags(settings: Settings, words: list[str]):
         is_large_enough = isinstance(value, str) or value >= smallest
         require(is_large_enough, f"--{name} is from {smallest} on, not {value}")
 
-    require(not settings.out.endswith("/"), f"--out={settings.out}: expected a name, not a folder")
-    for ending in ("json", "jsonl"):
-        file = f"{stem_of(settings.out)}.{ending}"
-        message = f"--out={settings.out}: {file} exists; choose another name, or move the file away"
-        require(not settings.out or not os.path.exists(file), message)
+    if settings.out:
+        folder, name = os.path.split(settings.out)
+        can_write = name and os.access(folder or ".", os.W_OK)
+        require(can_write, f"--out={settings.out}: expected a name in a folder you can write to")
+        for file in files_of(settings.out):
+            message = f"{file} exists; choose another name, or move the file away"
+            require(not os.path.exists(file), f"--out={settings.out}: {message}")
 
     if words == ["prepare"]:
-        used = ["pool", "budget", "replay", "sandbox"] if settings.pool else ["pool"]
-        flags = {key for key, value in vars(settings).items() if value != getattr(Settings, key)}
-        unused = ", ".join(f"--{flag}" for flag in sorted(flags.difference(used)))
-        command = "prepare" if settings.pool else "prepare without --pool"
-        require(not unused, f"{command} does not use {unused}")
+        for name, value in vars(settings).items():
+            is_used = name in ("pool", "budget", "replay", "sandbox")
+            is_default = value == getattr(Settings, name)
+            require(is_used or is_default, f"prepare does not use --{name}")
 
 
 def main(argv: list[str]):
@@ -3017,7 +3004,7 @@ def main(argv: list[str]):
         # output, so that Python can flush it at exit without an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-    except (ValueError, FileNotFoundError) as e:
+    except (ValueError, FileNotFoundError, IsADirectoryError) as e:
         usage_error(str(e))
     except (OSError, WorkerError) as e:
         raise SystemExit(str(e)) from None
