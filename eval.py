@@ -54,6 +54,7 @@ from workers import (
     LIMITS,
     PHRASES,
     SOLVE_IT,
+    TEXT,
     Reply,
     WorkerError,
     demand_budget,
@@ -219,13 +220,13 @@ def read_problems(file: str) -> list[Problem]:
     Raises:
         FileNotFoundError: If the file is missing.
         ValueError: If the file is empty, two lines have the same id, or lines are invalid. The
-            message lists up to 20 faults, each with the number of the first line that has it.
+            message lists the first 20 invalid lines.
     """
     if not os.path.exists(file):
         hint = "`python eval.py prepare` writes paper and recursion"
         raise FileNotFoundError(f"{file} is missing ({hint})")
     problems = []
-    faults = {}  # what is wrong -> the numbers of the lines that have this fault
+    faults = []
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -233,12 +234,8 @@ def read_problems(file: str) -> list[Problem]:
             try:
                 problems.append(parse_problem(line, f"{os.path.basename(file)}/{number}"))
             except ValueError as e:
-                faults.setdefault(str(e), []).append(number)
-    sentences = []
-    for fault, (first, *others) in faults.items():
-        where = f"line {first} and {len(others)} more" if others else f"line {first}"
-        sentences.append(f"{file}, {where}: {fault}")
-    require(not faults, "\n".join(sentences[:20]))
+                faults.append(f"{file}, line {number}: {e}")
+    require(not faults, "\n".join(faults[:20]))
     require(problems, f"{file} is empty")
     require(len({p.id for p in problems}) == len(problems), f"{file}: two lines have one id")
     return problems
@@ -283,12 +280,10 @@ def check_problem(problem: Problem):
     missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in problem.extra]
     message = f'the grader {problem.grader} needs "extra": {{{", ".join(missing)}}}'
     require(not missing, message)
-    choices = problem.extra.get("choices", [])
-    require(are_texts(choices), f"choices: expected a list of texts, not {shown(choices)}")
-    if problem.grader == "code":
-        tests = problem.extra["tests"]
-        message = f"tests: expected pairs of texts, [input, output], not {shown(tests)}"
-        require(are_tests(tests), message)
+    for key, value in problem.extra.items():
+        form, meaning = FORMS.get(key, (".*", "anything"))
+        message = f"{key}: expected {meaning}, not {shown(value)}"
+        require(re.fullmatch(form, json.dumps(value)), message)
 
     # Make sure that the grader accepts the gold answer, either bare or in a tag. If it accepts
     # neither, it would reject every response.
@@ -300,22 +295,19 @@ def check_problem(problem: Problem):
 
 
 IN_WORDS = {str: "a text", int: "a whole number", dict: "an object"}
+# Key of "extra" -> (regular expression for its value in JSON, what the error message expects). The
+# tests of a program may also be given by their position in a benchmark's file.
+PAIR = rf"\[{TEXT}, {TEXT}\]"
+PLACE = rf'\{{"file": {TEXT}, "at": \d+\}}'
+FORMS = {
+    "choices": (rf"\[({TEXT}(, {TEXT})*)?\]", "a list of texts"),
+    "tests": (rf"\[{PAIR}(, {PAIR})*\]|{PLACE}", "pairs of texts, [input, output]"),
+}
 
 
 def shown(value) -> str:
     """Return a value as JSON, cut to 50 characters."""
     return json.dumps(value, ensure_ascii=False)[:50]
-
-
-def are_texts(value) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def are_tests(value) -> bool:
-    """Whether a value holds a program's tests, or their position in a benchmark's file."""
-    if isinstance(value, dict):
-        return value.keys() == {"file", "at"}
-    return isinstance(value, list) and value and all(are_texts(x) and len(x) == 2 for x in value)
 
 
 # ---- Systems -------------------------------------------------------------------------------------
