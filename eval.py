@@ -2515,26 +2515,38 @@ def run_code(
           to a different user
     """
     outputs = []
-    while len(outputs) < len(tests) and None not in outputs:
-        output, _ = run_test(program, name, tests[len(outputs)], seconds, memory)
-        outputs.append(output)
-    return outputs + [None] * (len(tests) - len(outputs))
+    for test in tests:
+        has_failed = None in outputs
+        outputs.append(None if has_failed else run_test(program, name, test, seconds, memory)[0])
+    return outputs
 
 
 # PRELUDE runs before a program. Like LiveCodeBench's (import_string in
 # lcb_runner/evaluation/testing_util.py), it imports these modules and raises two limits.
-PREPARED = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools "
-    "operator io sys json"
-).split()
-PRELUDE = "\n".join(
-    [
-        *(f"from {module} import *" for module in (*PREPARED, "builtins", "typing")),
-        f"import {', '.join(PREPARED)}",
-        "sys.setrecursionlimit(50_000)",
-        "sys.set_int_max_str_digits(50_000)",
-    ]
-)
+PRELUDE = """
+from string import *
+from re import *
+from datetime import *
+from collections import *
+from heapq import *
+from bisect import *
+from copy import *
+from math import *
+from random import *
+from statistics import *
+from itertools import *
+from functools import *
+from operator import *
+from io import *
+from sys import *
+from json import *
+from builtins import *
+from typing import *
+import string, re, datetime, collections, heapq, bisect, copy, math, random
+import statistics, itertools, functools, operator, io, sys, json
+sys.setrecursionlimit(50_000)
+sys.set_int_max_str_digits(50_000)
+"""
 
 
 def run_test(
@@ -2550,10 +2562,11 @@ def run_test(
         stack.callback(free_cores().put, core)
         # If you are root, run the program as an unprivileged user, a different one for each core.
         user = FIRST_USER + core if os.getuid() == 0 else None
+        command, folder = sandbox_command(), "/tmp"
         if SANDBOX == "none":
-            command, folder = [], temporary_folder(stack, user)
-        else:
-            command, folder = sandbox_command(), "/tmp"
+            command = []
+            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            os.chown(folder, user or -1, user or -1)
 
         # Create the files that the process inherits.
         job = {
@@ -2631,20 +2644,8 @@ def memory_file(stack: ExitStack, text: str = "") -> int:
     """
     file = os.memfd_create("test")
     stack.callback(os.close, file)
-    os.write(file, text.encode(errors="surrogatepass"))
-    os.lseek(file, 0, os.SEEK_SET)
+    os.pwrite(file, text.encode(errors="surrogatepass"), 0)
     return file
-
-
-def temporary_folder(stack: ExitStack, user: int | None) -> str:
-    """Make a folder for a program that `user` runs without a sandbox, and return its path.
-
-    The folder is removed when the stack is closed.
-    """
-    folder = tempfile.mkdtemp()
-    stack.callback(subprocess.run, ["rm", "-rf", folder])
-    os.chown(folder, user or -1, user or -1)
-    return folder
 
 
 @once
@@ -2654,7 +2655,7 @@ def free_cores() -> queue.SimpleQueue:
     n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cores = sorted(os.sched_getaffinity(0))
     free = queue.SimpleQueue()
-    for core in cores[rank::n_ranks] or [cores[rank % len(cores)]]:
+    for core in cores[rank % len(cores) :: n_ranks]:
         free.put(core)
     return free
 
