@@ -137,7 +137,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     elif name in MIXES:
         parts = [load(part, "test", limit) for part in MIXES[name]]
         problems = interleave(list(itertools.chain(*parts)), random.Random(0))
-    elif source_of(name, split):
+    elif f"{name}/{split}" in SOURCES:
         problems = benchmark(name, split, limit)
     else:
         known = ", ".join(["laptop", *MIXES, *BENCHMARKS])
@@ -2152,10 +2152,10 @@ def gpqa_problem(row: dict, n: int) -> Problem:
     The order of the four choices depends only on n.
     """
     names = ["Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"]
-    order = random.Random(n).sample(range(4), 4)
-    choices = [row[names[i]].strip() for i in order]
-    as_mmlu = {"question": row["Question"], "choices": choices, "answer": order.index(0)}
-    return choice_problem(as_mmlu, n)
+    names = random.Random(n).sample(names, 4)
+    choices = [row[name].strip() for name in names]
+    answer = names.index("Correct Answer")
+    return choice_problem({"question": row["Question"], "choices": choices, "answer": answer}, n)
 
 
 def livecodebench_problem(row: dict, n: int) -> Problem:
@@ -2184,6 +2184,8 @@ def bigcodebench_problem(row: dict, n: int) -> Problem:
 
 # Reading the rows
 
+VIEWER = "https://datasets-server.huggingface.co"  # the API of the hub's dataset viewer
+
 
 class Source(NamedTuple):
     """A data set on the Hugging Face hub."""
@@ -2196,42 +2198,34 @@ class Source(NamedTuple):
     is_sampled: bool = False  # for a large set: read its pages in random order, only as needed
 
 
-def source_of(name: str, split: str) -> Source | None:
-    whole = SOURCES.get(name) if "/" not in name else None  # the source of both splits
-    return SOURCES.get(f"{name}/{split}") or whole
-
-
-def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """Put a benchmark's problems in a random but fixed order, and return the first `limit`.
+def benchmark(name: str, split: str, limit: int | None) -> list[Problem]:
+    """Return a benchmark's problems in a random but fixed order. The first `limit` are enough.
 
     Rows that are not in DATA yet are downloaded. If one data set serves both splits, a hash of the
     question divides it: one fifth is for testing, three fifths are for training, one is unused.
     """
-    source = source_of(name, split)
+    source = SOURCES[f"{name}/{split}"]
+    serves_both_splits = [*SOURCES.values()].count(source) == 2
     fifths = [0] if split == "test" else [2, 3, 4]
     rows = rows_of_file if source.rows.endswith((".jsonl", ".csv")) else rows_of_viewer
     problems = []
     try:
         for n, row in rows(source):
             problem = with_instructions(source.problem(row, n))
-            is_whole_split = name not in SOURCES  # SOURCES has NAME/SPLIT, for this split alone
-            if is_whole_split or zlib.crc32(problem.question.encode()) % 5 in fifths:
+            if not serves_both_splits or zlib.crc32(problem.question.encode()) % 5 in fifths:
                 problems.append(replace(problem, id=f"{name}/{problem.id}", kind=name))
             if source.is_sampled and len(problems) == limit:
                 break
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
         page = f"https://huggingface.co/datasets/{source.repository}"
-        reason = (
-            e if isinstance(e, OSError | ValueError) else "a row has another form than expected"
-        )
         raise OSError(
-            f"{name}: not all {source.count:,} rows of {page} are there: {reason}\n"
+            f"{name}: not all {source.count:,} rows of {page} are there: {type(e).__name__}: {e}\n"
             "Try again to go on where it stopped. If that page asks to accept terms, do that and "
             f"set HF_TOKEN. If a file in {DATA}/{source.repository} is damaged, remove it."
         ) from e
     if not source.is_sampled:
         random.Random(0).shuffle(problems)
-    return problems[:limit]
+    return problems
 
 
 def hub_file(repository: str, file: str) -> str:
@@ -2292,10 +2286,14 @@ def fetch_page(hub: requests.Session, source: Source, start: int) -> list[dict]:
     """
     config, split = source.rows.split("/")
     length = min(100, source.count - start)
-    query = {"dataset": source.repository, "config": config, "split": split}
-    query |= {"offset": start, "length": length}
-    viewer = os.environ.get("HF_ENDPOINT") or "https://datasets-server.huggingface.co"
-    response = hub.get(f"{viewer.rstrip('/')}/rows", params=query, timeout=60)
+    query = {
+        "dataset": source.repository,
+        "config": config,
+        "split": split,
+        "offset": start,
+        "length": length,
+    }
+    response = hub.get(f"{VIEWER}/rows", params=query, timeout=60)
     response.raise_for_status()
     rows = response.json()["rows"]
     whole = [row["row_idx"] for row in rows if not row["truncated_cells"]]
@@ -2342,15 +2340,17 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
         raise ValueError(f"{path}, byte {at}: no tests of {id}; {remedy}") from e
 
 
-# The table of benchmarks. A key is NAME/SPLIT, or NAME if one data set serves both splits. Comments
-# that begin with "The paper:" say how many or which problems the paper used (App. A.2).
+# The table of benchmarks, NAME/SPLIT -> Source. Comments that begin with "The paper:" say how many
+# or which problems the paper used (App. A.2).
 # fmt: off
+MATH500 = Source("HuggingFaceH4/MATH-500", "test.jsonl", 500, "MIT", math_problem)
+RLPR = Source(
+    "openbmb/RLPR-Train-Dataset", "default/train", 77687, "CC BY-NC 4.0", rlpr_problem, True)
 SOURCES = {
-    # The paper: 300 for training, 100 for testing
-    "math500": Source("HuggingFaceH4/MATH-500", "test.jsonl", 500, "MIT", math_problem),
-    # The paper: 46,620 for training and 15,540 for testing, of 77,700
-    "rlpr": Source(
-        "openbmb/RLPR-Train-Dataset", "default/train", 77687, "CC BY-NC 4.0", rlpr_problem, True),
+    "math500/train": MATH500,  # The paper: 300
+    "math500/test": MATH500,  # The paper: 100
+    "rlpr/train": RLPR,  # The paper: 46,620 of 77,700
+    "rlpr/test": RLPR,  # The paper: 15,540
     "mmlu/train": Source("cais/mmlu", "all/auxiliary_train", 99842, "MIT", choice_problem, True),
     "mmlu/test": Source("cais/mmlu", "all/test", 14042, "MIT", choice_problem),  # The paper: all
     # Training uses release V1, up to March 2024; testing uses the problems that release V6 added.
@@ -2399,7 +2399,7 @@ def prepare(settings: "Settings"):
         demand_budget(pool, settings.budget, n_calls, "asking every worker every candidate twice")
     chosen = {}
     for name, wanted in MIXES["paper"].items():
-        source = source_of(name, "train")
+        source = SOURCES[f"{name}/train"]
         print(f"{name}: {source.repository}, licence: {source.licence}")
         problems = load(name, "train", CANDIDATES)
         candidates = [p for p in problems if p.grader == "code" or p.answer]

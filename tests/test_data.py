@@ -67,6 +67,7 @@ def hub(tmp_path, monkeypatch):
     hub.rows, hub.files, hub.seen, hub.faults = {}, {}, [], []
     threading.Thread(target=hub.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    monkeypatch.setattr(evaluation, "VIEWER", f"http://127.0.0.1:{hub.server_port}")
     monkeypatch.delenv("HF_TOKEN", raising=False)
     yield hub
     hub.shutdown()
