@@ -659,7 +659,6 @@ COLUMNS = {
     "seconds": ".2f",
     "dollars": ".5f",
     "tokens": ".0f",
-    "dollars/right": ".5f",
     "calls to learn": ".0f",
 }
 WIDTH = 120  # the maximum width of a printed table, in characters
@@ -672,14 +671,12 @@ def measure(rollouts: list[Rollout]) -> dict:
     "lost" is the number of lost rollouts, which all other columns ignore. "±" is half the width of
     the accuracy's 95 % confidence interval. "calls", "tokens" and "dollars" are means per question,
     "seconds" is the median; all four cover the workers only, not the Conductor. "dollars" is None
-    if a worker has no price. "dollars/right", the cost per right answer, is left out if it would be
-    unknown or 0, or if no answer is right.
+    if a worker has no price.
     """
     known = [rollout for rollout in rollouts if rollout.right is not None]
-    right = [rollout.right for rollout in known]
     costs = [rollout.cost for rollout in known]
     row = {
-        "accuracy": mean(right),
+        "accuracy": mean([rollout.right for rollout in known]),
         "±": margin(known),
         "lost": len(rollouts) - len(known),
         "calls": mean([rollout.calls for rollout in known]),
@@ -687,8 +684,6 @@ def measure(rollouts: list[Rollout]) -> dict:
         "tokens": mean([rollout.tokens_used for rollout in known]),
         "dollars": None if None in costs else mean(costs),
     }
-    if row["dollars"] and any(right):
-        row["dollars/right"] = sum(costs) / sum(right)
     for kind in dict.fromkeys(rollout.problem.kind for rollout in rollouts):
         of_kind = [rollout.right for rollout in known if rollout.problem.kind == kind]
         row.setdefault(kind, mean(of_kind))

@@ -191,7 +191,7 @@ def test_a_row_has_the_numbers_of_one_system():
     )
     assert row["accuracy"] == pytest.approx(2 / 3)
     assert (row["lost"], row["calls"], row["tokens"]) == (1, 1, 12)
-    assert row["dollars"] == 0.5 and row["dollars/right"] == pytest.approx(0.75)
+    assert row["dollars"] == 0.5
     assert row["sum"] == 0.5 and row["riddle"] == 1.0
     assert measure([judged(True, cost=None)])["dollars"] is None
 
