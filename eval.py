@@ -31,7 +31,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -204,8 +203,8 @@ def split_of_file(file: str, split: str) -> list[Problem]:
     """
     problems = read_problems(file)
     if len(problems) >= 20:
-        wanted = [4] if split == "test" else [0, 1, 2, 3]
-        problems = [problem for i, problem in enumerate(problems) if i % 5 in wanted]
+        is_test = split == "test"
+        problems = [problem for i, problem in enumerate(problems) if (i % 5 == 4) == is_test]
     return interleave(problems, random.Random(0))
 
 
@@ -291,7 +290,7 @@ def check_problem(problem: Problem):
         answer = problem.answer.strip()
         is_recognised = not all(failure(problem, x) for x in (answer, f"<answer>{answer}</answer>"))
         message = f"answer: nothing equals {answer!r}; give it bare, a choice's letter"
-        require(answer and is_recognised, message)
+        require(is_recognised, message)
 
 
 IN_WORDS = {str: "a text", int: "a whole number", dict: "an object"}
@@ -387,15 +386,15 @@ def merge(rollouts: list[Rollout], chosen: int) -> Rollout:
     costs as much as all of them together, and it is lost if any of them is.
     """
     ordered = [*rollouts[:chosen], *rollouts[chosen + 1 :], rollouts[chosen]]
-    errors = [rollout.error for rollout in ordered if rollout.error]
+    error = next((rollout.error for rollout in ordered if rollout.error), None)
     return replace(
         ordered[-1],
         workflow=Workflow([rollout.workflow.steps[0] for rollout in ordered]),
         names=[rollout.names[0] for rollout in ordered],
         replies=[rollout.replies[0] for rollout in ordered],
         previous=None,
-        error=errors[0] if errors else None,
-        right=None if errors else ordered[-1].right,
+        error=error,
+        right=None if error else ordered[-1].right,
     )
 
 
@@ -590,7 +589,7 @@ def best_of_n(setup: Setup):
     alone = workers_alone(setup.played)
     best = best_worker(alone)
     n = answers_for_the_same(measure(setup.played["conductor"]), measure(alone[best]))
-    number = [worker.name for worker in setup.pool].index(best)
+    number = [f"workers {worker.name}" for worker in setup.pool].index(best)
     return vote([number] * n)
 
 
@@ -766,16 +765,12 @@ def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
 
 
 def workers_alone(played: dict[str, list[Rollout]]) -> dict[str, list[Rollout]]:
-    """Return {worker's name: rollouts} from the rows of the system "workers"."""
-    return {
-        label.removeprefix("workers "): rollouts
-        for label, rollouts in played.items()
-        if label.startswith("workers ")
-    }
+    """Return {row label: rollouts} of the system "workers", in which one worker answers."""
+    return {label: rollouts for label, rollouts in played.items() if label.startswith("workers ")}
 
 
 def best_worker(alone: dict[str, list[Rollout]]) -> str:
-    return max(alone, key=lambda name: measure(alone[name])["accuracy"] or 0)
+    return max(alone, key=lambda label: measure(alone[label])["accuracy"] or 0)
 
 
 def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
@@ -788,8 +783,8 @@ def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
     chosen = []
     for half in (0, 1):
         others = {
-            name: [rollout for rollout in rollouts if half_of(rollout) != half]
-            for name, rollouts in alone.items()
+            label: [rollout for rollout in rollouts if half_of(rollout) != half]
+            for label, rollouts in alone.items()
         }
         best = best_worker(others)
         chosen += [rollout for rollout in alone[best] if half_of(rollout) == half]
@@ -1405,13 +1400,12 @@ RULES = [
      rf"\s*\{{(?!\}})({IN_BRACES})\}}", r"\1"),
     # Spaces: 5 \text{ cm} -> 5 cm
     (r"\s+", " "),
-    # Commas in thousands: -1,000 -> -1000 and 1{,}000 -> 1000, but (1,000) is a pair
-    (r"(?<![\d.,(\[{⦃-])(?:- ?)?[1-9]\d{0,2}(?:(?:\{,\}|,)\d{3})+(?![\d)\]}⦄]|,\d)",
-     lambda m: re.sub(r"[^\d-]", "", m[0])),
+    # Commas and spaces in thousands: -1,000 -> -1000, 1{,}000 -> 1000 and 10 000 -> 10000, but
+    # (1,000) is a pair
+    (r"(?<![\d.,(\[{⦃-])(?:- ?)?[1-9]\d{0,2}(?:(?:\{,\}|,)\d{3})+(?![\d)\]}⦄]|,\d)"
+     r"|^-?[1-9]\d{0,2}(?: \d{3})+$", lambda m: re.sub(r"[^\d-]", "", m[0])),
     # Decimal commas in LaTeX: 3{,}14 -> 3.14
     (r"(?<=\d)\{,\}(?=\d)(?!\d{3}(?!\d))", "."),
-    # Spaces in thousands: 10 000 -> 10000
-    (r"^-?[1-9]\d{0,2}(?: \d{3})+$", lambda m: m[0].replace(" ", "")),
     # Powers of ten: 3 x 10^8 and 3e8 -> 3*10^{8}
     (r"(?<=\d)\s*(?:[xX]\s*10\^\{?|[eE])([-+]?\d+)\}?", r"*10^{\1}"),
     # Words that multiply: 5 million -> 5*1000000
@@ -2070,14 +2064,12 @@ def grade_once() -> Callable:
 
     This saves time, because the rollouts of a group often contain the same program.
     """
-    locks, known = {}, {}
+    verdicts = {}
 
     def judge(problem, response):
         key = problem.id, problem.answer, response
-        with locks.setdefault(key, threading.Lock()):
-            if key not in known:
-                known[key] = failure(problem, response)
-        return known[key]
+        verdict = verdicts.setdefault(key, once(lambda: failure(problem, response)))
+        return verdict()
 
     return judge
 
