@@ -9,6 +9,7 @@ import functools
 import gc
 import math
 import os
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -528,31 +529,48 @@ def folder(tmp_path_factory):
     return path
 
 
-def program(*words):
-    """Return the exit status, the output and the errors of sample.py."""
+@pytest.fixture
+def program(monkeypatch, capsys):
+    """Return a function that runs sample.py in this process, as `python sample.py WORDS` would.
+
+    The function returns the exit status, the output and the errors.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["sample.py", *words])
+        status = 0
+        try:
+            runpy.run_path(sample.__file__, run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+        out, err = capsys.readouterr()
+        # Python prints a message that is given to SystemExit, and exits with status 1.
+        return (1, out, f"{err}{status}\n") if isinstance(status, str) else (status, out, err)
+
+    return run
+
+
+def test_the_program_answers_from_a_checkpoint(folder, program):
+    """sample.py prints n answers to the command's words; equal seeds give equal answers."""
+    command = f"--checkpoint={folder}", "--n=3", "--max_new_tokens=9", "two", "words"
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, sample.__file__, *words]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    return run.returncode, run.stdout, run.stderr
-
-
-def test_the_program_answers_from_a_checkpoint(folder):
-    """sample.py prints n answers to the command's words; equal seeds give equal answers."""
-    command = f"--checkpoint={folder}", "--n=3", "--max_new_tokens=9", "two", "words"
-    status, out, _ = program(*command)
-    assert (
-        status == 0
-        and " …\n" in out
-        and program(*command)[1] == out != program(*command, "--seed=5")[1]
+    run = subprocess.run(
+        [sys.executable, sample.__file__, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
+    assert run.returncode == 0 and " …\n" in run.stdout, run.stderr
+    assert program(*command)[1] == run.stdout != program(*command, "--seed=5")[1]
 
 
-def test_an_answer_ends_where_the_context_does(tmp_path):
+def test_an_answer_ends_where_the_context_does(tmp_path, program):
     tokenizer = Tokenizer(bpe())
     tokenizer.save_pretrained(str(tmp_path))
     context = len(tokenizer.chat([{"role": "user", "content": "hi"}])) + 4
@@ -563,7 +581,7 @@ def test_an_answer_ends_where_the_context_does(tmp_path):
     )
 
 
-def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+def test_a_tokenizer_of_another_model_is_refused(tmp_path, program):
     Tokenizer(bpe()).save_pretrained(str(tmp_path))
     tiny(vocab=300).save_pretrained(str(tmp_path))
     status, _, error = program(f"--checkpoint={tmp_path}", "hi")
@@ -580,6 +598,6 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
         (["--checkpoint={}", "hi " * 40_000], "does not fit into the model's context of 32768"),
     ],
 )
-def test_the_program_says_what_is_wrong(words, said, folder):
+def test_the_program_says_what_is_wrong(words, said, folder, program):
     status, _, error = program(*(word.format(folder) for word in words))
     assert status and said in error and "Traceback" not in error
