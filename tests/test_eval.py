@@ -15,6 +15,7 @@ import pytest
 import eval as evaluation
 from eval import SYSTEMS, Problem, Settings, Setup, load, measure, random_workflow, table
 from players import Player, lost
+from train_runs import end_of, launch
 from workers import Reply, load_name, load_pool
 from workflow import Prompting, Rollout, Step, Workflow
 
@@ -160,13 +161,9 @@ def test_a_system_of_a_users_file_shares_the_modules_of_the_running_program(tmp_
         "def grade(problem, response):\n    return True\n"
     )
     words = ["--systems=mine.py:mine", "--limit=3", "--grader=mine.py:grade"]
-    run = subprocess.run(
-        [sys.executable, os.path.join(ROOT, "eval.py"), *words],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert run.returncode == 0 and "\nmine " in run.stdout, run.stderr
+    run = launch(*words, folders=[tmp_path], program=f"{ROOT}/eval.py")
+    status, out, err = end_of(run)
+    assert status == 0 and "\nmine " in out, err
 
 
 # Measure

@@ -8,8 +8,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -24,6 +22,7 @@ from eval import (
     same_math,
     same_short,
 )
+from train_runs import end_of, launch
 from workers import load_function
 
 
@@ -672,13 +671,13 @@ HOSTILE = [
 ]
 
 
-def test_hostile_answers_take_bounded_time_and_memory():
+def test_hostile_answers_take_bounded_time_and_memory(tmp_path):
     """Every grader refuses each of these texts without an exception, before the timeout."""
     program = """
 import json, resource, sys
 from eval import final_answer, pick_letter, same_math, same_short
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for text in json.load(sys.stdin):
+for text in json.load(open(sys.argv[1])):
     answer = final_answer(text)
     for gold in ("7", r"\\frac{1}{2}", text[:990] + "7"):
         assert not same_math(answer, gold), (text[:50], gold[:50])
@@ -688,12 +687,12 @@ for text in json.load(sys.stdin):
         pick_letter(response, ["one", "two"])
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
-    command = [sys.executable, "-c", program]
-    ran = subprocess.run(
-        command, input=json.dumps(HOSTILE), capture_output=True, text=True, timeout=300
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) < 200  # MiB
+    (tmp_path / "grade.py").write_text(program)
+    (tmp_path / "texts.json").write_text(json.dumps(HOSTILE))
+    run = launch(f"{tmp_path}/texts.json", program=f"{tmp_path}/grade.py")
+    status, out, err = end_of(run)
+    assert status == 0, err
+    assert int(out) < 200  # MiB
 
 
 def test_no_text_raises():

@@ -7,17 +7,12 @@ import copy
 import datetime
 import functools
 import math
-import multiprocessing
-import os
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import grpo
 from grpo import (
@@ -33,6 +28,7 @@ from grpo import (
 from grpo import token_logprobs, update
 from model import Config, Qwen
 from sample import generate
+from train_runs import fork
 from workers import Reply
 from workflow import Rollout
 
@@ -627,12 +623,7 @@ def one_rank(rank, folder):
 def ranks(tmp_path_factory):
     """Return {(number of ranks, rank): {run: outcome}}, computed by real processes."""
     folder = str(tmp_path_factory.mktemp("ranks"))
-    spawn = multiprocessing.get_context("spawn")
-    processes = [
-        spawn.Process(target=one_rank, args=(rank, folder), daemon=True) for rank in range(3)
-    ]
-    for process in processes:
-        process.start()
+    processes = [fork(one_rank, rank, folder) for rank in range(3)]
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0, 0, 0]

@@ -8,8 +8,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
-import sys
 import unicodedata
 
 import huggingface_hub
@@ -39,8 +37,8 @@ from model import (
 from model import configure, fetch, flag, merge_lora, rotary, rotate
 from sample import generate
 from train import PRESETS
+from train_runs import end_of, launch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 torch.set_num_threads(1)
 CLOSE = dict(rtol=1e-5, atol=2e-5)  # tolerances for logits with a standard deviation above 1
 SHAPES = {  # hidden size, query heads, key-value heads, whether the embeddings are tied
@@ -524,23 +522,9 @@ dist.destroy_process_group()
 def test_each_rank_keeps_its_part_of_every_tensor(shape, tmp_path):
     tiny(shape, vocab_size=64).save_pretrained(str(tmp_path))
     (tmp_path / "ranks.py").write_text(RANKS)
-    command = [
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        tmp_path / "ranks.py",
-        tmp_path,
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": ROOT,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    run = subprocess.run(
-        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+    run = launch(str(tmp_path), ranks=2, program=str(tmp_path / "ranks.py"))
+    _, _, err = end_of(run)
+    assert [rank.exitcode for rank in run.ranks] == [0, 0], err
 
 
 # ---- LoRA --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from eval import Problem, own_grader
 from model import Config, Qwen, Tokenizer
 from players import Player, lost
 from sample import generate
+from train_runs import end_of, launch
 import workers
 from workers import WorkerError
 from workflow import (
@@ -603,7 +604,8 @@ def test_a_conductor_with_notes_meets_any_pool_that_has_notes(tmp_path):
         choose_pool(str(tmp_path), pool_file(tmp_path, *rows, {"model": "w"}, {"model": "v"}))
 
 
-def command(*words, cwd=ROOT, stdin=""):
+def run_command(*words, cwd=ROOT, stdin=""):
+    """Run workflow.py as a user does; return (status, stdout, stderr)."""
     run = subprocess.run(
         [sys.executable, os.path.join(ROOT, "workflow.py"), *words],
         cwd=cwd,
@@ -615,12 +617,17 @@ def command(*words, cwd=ROOT, stdin=""):
     return run.returncode, run.stdout, run.stderr
 
 
+def command(*words, cwd=ROOT):
+    """Run workflow.py in a fork, which need not import torch; return (status, stdout, stderr)."""
+    return end_of(launch(*words, folders=[cwd], program=f"{ROOT}/workflow.py"))
+
+
 def test_the_readmes_question_is_answered_as_it_says(tmp_path):
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
         [(question, shown)] = re.findall(
             r'workflow.py "([^"]+)"\n(Question:.*?)```', file.read(), re.DOTALL
         )
-    status, out, err = command(question, cwd=tmp_path)
+    status, out, err = run_command(question, cwd=tmp_path)
     assert status == 0
     assert out.startswith(re.sub(r"\d+\.\d s\s*$", "", shown)), err  # without the seconds
     assert err.count("the Conductor writes a workflow") == 1  # not once for every try it may have
@@ -633,7 +640,8 @@ def test_a_question_is_answered_right_after_the_clone(tmp_path):
 
 
 def test_a_question_may_come_from_standard_input_for_a_part_of_the_pool(tmp_path):
-    status, out, err = command("--only=calculator,coder", cwd=tmp_path, stdin="What is 6 * 7?\n")
+    words, stdin = ["--only=calculator,coder"], "What is 6 * 7?\n"
+    status, out, err = run_command(*words, cwd=tmp_path, stdin=stdin)
     assert status == 0
     assert out.startswith("Question: What is 6 * 7?"), err
     assert "translator" not in out and "generalist" not in out

@@ -1,4 +1,4 @@
-"""Helpers that run train.py in separate processes, and workers that count the calls of a run."""
+"""Helpers that run programs in separate processes, and workers that count the calls of a run."""
 
 import functools
 import json
@@ -37,8 +37,18 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train"])
 
 
+def fork(function, *arguments):
+    """Start a process that calls function(*arguments), and return the process."""
+    # The fork server keeps the environment in which it starts, and its forks inherit it.
+    with mock.patch.dict(os.environ, ENV | {"PYTHONPATH": ROOT}):
+        multiprocessing.forkserver.ensure_running()
+    process = FORKS.Process(target=function, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
 class Launched(NamedTuple):
-    """A run of train.py, with one process for each rank."""
+    """A run of a program, with one process for each rank."""
 
     ranks: list  # the processes
     said: Path  # the folder of the files stdout and stderr, to which all ranks write
@@ -47,18 +57,16 @@ class Launched(NamedTuple):
         return all(rank.exitcode is not None for rank in self.ranks)
 
 
-def launch(*flags, ranks=1, folders=None):
-    """Start train.py and return the run.
+def launch(*flags, ranks=1, folders=None, program=f"{ROOT}/train.py"):
+    """Start train.py, or another program, and return the run.
 
     If there are several ranks, each gets the environment variables that torchrun would set for
     torch.distributed.
 
     Args:
         folders: The working directory of each rank; default: the repository's root.
+        program: The path of the other program.
     """
-    # The fork server keeps the environment in which it starts, and its forks inherit it.
-    with mock.patch.dict(os.environ, ENV | {"PYTHONPATH": ROOT}):
-        multiprocessing.forkserver.ensure_running()
     with socket.socket() as free:  # finds a free port
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -68,16 +76,14 @@ def launch(*flags, ranks=1, folders=None):
     run = Launched([], Path(tempfile.mkdtemp()))
     for rank in range(ranks):
         own = dict(RANK=str(rank), LOCAL_RANK=str(rank))
-        arguments = (flags, shared | own if ranks > 1 else {}, run.said)
+        env = shared | own if ranks > 1 else {}
         folder = folders[rank] if folders else ROOT
-        process = FORKS.Process(target=run_rank, args=(*arguments, folder), daemon=True)
-        process.start()
-        run.ranks.append(process)
+        run.ranks.append(fork(run_rank, program, flags, env, run.said, folder))
     return run
 
 
-def run_rank(flags, env, said, folder):
-    """Run train.py with these flags in this process, as `python train.py FLAGS` would.
+def run_rank(program, flags, env, said, folder):
+    """Run a program with these flags in this process, as `python PROGRAM FLAGS` would.
 
     The output is appended to the files stdout and stderr in the folder `said`.
     """
@@ -86,8 +92,8 @@ def run_rank(flags, env, said, folder):
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         with open(said / name, "a") as file:
             os.dup2(file.fileno(), descriptor)
-    sys.argv = ["train.py", *flags]
-    runpy.run_path(f"{ROOT}/train.py", run_name="__main__")
+    sys.argv = [os.path.basename(program), *flags]
+    runpy.run_path(program, run_name="__main__")
 
 
 def end_of(run):
