@@ -32,6 +32,7 @@ from train_runs import (
     kill_when,
     launch,
     metrics,
+    once_per_test_run,
     run_command,
     timeless,
     traces,
@@ -100,9 +101,9 @@ def test_only_the_newest_checkpoint_has_a_state():
     assert os.readlink(f"{out}/checkpoint") == "checkpoints/00002"
 
 
-@functools.cache
+@once_per_test_run
 def trained_on_two():
-    """Run one iteration on two ranks with torchrun, once; return the run's folder and its flags."""
+    """Run one iteration on two ranks with torchrun; return the run's folder and its flags."""
     flags = (
         "--preset=laptop",
         f"--init_from={trained()[0]}/checkpoint",

@@ -1,5 +1,6 @@
 """Helpers that run programs in separate processes, and workers that count the calls of a run."""
 
+import fcntl
 import functools
 import json
 import multiprocessing
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -169,12 +171,34 @@ def weights(out):
         return file.read()
 
 
-@functools.cache
-def trained():
-    """Train briefly with the laptop preset on one rank; return the run's folder and its stdout.
+TEST_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)
 
-    Later calls return the result of the first.
+
+def once_per_test_run(function):
+    """Decorate a function so that only its first call in a test run does something.
+
+    All other calls, including those in pytest-xdist's other workers, return the result of the
+    first. The function takes no arguments, and its result can be written as JSON.
     """
+
+    @functools.cache
+    def result():
+        path = f"{tempfile.gettempdir()}/{function.__name__}-{TEST_RUN}.json"
+        with open(path, "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # Wait while another worker calls the function.
+            file.seek(0)
+            if written := file.read():
+                return json.loads(written)
+            found = function()
+            json.dump(found, file)
+        return found
+
+    return result
+
+
+@once_per_test_run
+def trained():
+    """Train briefly with the laptop preset on one rank; return the run's folder and its stdout."""
     out = tempfile.mkdtemp() + "/run"
     status, said, err = run_command(
         "--preset=laptop",
