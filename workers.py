@@ -670,10 +670,7 @@ ENDPOINT = r"(?i)/(chat/completions|completions|messages|responses)/?$"
 # Regular expressions for values written as JSON.
 COUNT = r"[1-9]\d*"
 NUMBER = r"\d[\d.]*(e[-+]\d+)?"  # not negative
-UP_TO_1 = r"0(\.\d+)?|1(\.0)?|\d[\d.]*e-\d+"
-UP_TO_2 = rf"{UP_TO_1}|1\.\d+|2(\.0)?"
 TEXT = r'"(?:[^"\\]|\\.)*+"'
-OBJECTS = r"\[(\{.*\})?\]"
 # Field of a pool's row -> (regex for its value in JSON, what the error message says is expected).
 FIELDS = {
     "protocol": (f'"({"|".join(PROTOCOLS)})"', ", ".join(PROTOCOLS)),
@@ -1272,26 +1269,14 @@ PATHS = f"there are GET /health, GET /v1/models, GET /v1/models/NAME and POST {C
 # A role that clients may use -> the role that workers know.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # Request parameter -> (regex for the accepted values in JSON, what the error message says is
-# expected). null always counts as unset.
+# expected). null always counts as unset. The server ignores all other parameters, whatever their
+# values.
 PARAMETERS = {
     "n": ("1", "1, as this server gives a single answer"),
     "tool_choice": ('"(none|auto)"', "none or auto, as this server makes no tool calls"),
-    "function_call": ('"(none|auto)"', "none or auto, as this server makes no function calls"),
-    "tools": (OBJECTS, "a list of objects"),
-    "functions": (OBJECTS, "a list of objects"),
     "response_format": (r'\{"type": "text"\}', "text, as this server has no other formats"),
-    "modalities": (r'\["text"\]', "text, as this server makes nothing else"),
     "logprobs": ("false", "false, as this server gives no log-probabilities"),
-    "top_logprobs": ("0", "0, as this server gives no log-probabilities"),
     "stream": ("true|false", "true or false"),
-    "stream_options": (r"\{.*\}", "an object"),
-    "temperature": (UP_TO_2, "a number from 0 to 2"),
-    "top_p": (UP_TO_1, "a number from 0 to 1"),
-    "frequency_penalty": (f"-?({UP_TO_2})", "a number from -2 to 2"),
-    "presence_penalty": (f"-?({UP_TO_2})", "a number from -2 to 2"),
-    "max_tokens": (COUNT, "a whole number above 0"),
-    "max_completion_tokens": (COUNT, "a whole number above 0"),
-    "seed": (r"-?\d+", "a whole number"),
     "stop": (rf"{TEXT}|\[({TEXT}(, )?)*+\]", "a text or a list of texts"),
 }
 
