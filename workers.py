@@ -1366,26 +1366,23 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60  # seconds after which reading from or writing to the client fails
     models: list[str] = []
     public_paths: tuple[str, ...] = ()  # paths that need no key
-    unread = False  # whether the request's body is unread; if so, the answer ends the connection
     streaming = False  # whether a stream has started; the connection ends with the stream
 
     def answer(self):
         """Answer one request with the requested content or with an error."""
         path = urllib.parse.unquote(self.path.partition("?")[0])
-        length = self.headers.get("Content-Length", "0")
-        self.unread = length != "0" or "Transfer-Encoding" in self.headers
         try:
             self.check_client(path)
             if path == CHAT_PATH:
-                self.check_method("POST", path)
-                self.chat(self.read_body())
+                self.check_method("POST")
+                self.chat(self.read_body(LONGEST_BODY))
             else:
                 content = self.page(path)
-                self.check_method("GET", path)
+                self.check_method("GET", "HEAD")
+                self.read_body(0)  # The server would take a body for the client's next request.
                 self.send(200, content)
         except Refusal as refusal:
             self.fail(refusal)
-        if self.unread:
             self.drop_input()
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer
@@ -1406,52 +1403,38 @@ class Handler(BaseHTTPRequestHandler):
                 asked = {"WWW-Authenticate": "Bearer"}
                 raise Refusal(401, sentence, "invalid_api_key", asked)
 
-    def check_method(self, method: str, path: str):
-        allowed = ["GET", "HEAD"] if method == "GET" else [method]
+    def check_method(self, *allowed: str):
         if self.command not in allowed:
-            sentence = f"no {self.command} {path:.80}; {PATHS}"
+            sentence = f"no {self.command} {self.path:.80}; {PATHS}"
             raise Refusal(405, sentence, headers={"Allow": ", ".join(allowed)})
 
     def page(self, path: str) -> dict | list | bytes:
         """Return the content at a path: a dict or list for JSON, or an HTML page as bytes."""
         card = {"object": "model", "created": 0, "owned_by": "us"}
-        name = path.removeprefix("/v1/models/")
-        if path == "/health":
-            return {"status": "ok"}
-        if path == "/v1/models":
-            return {"object": "list", "data": [{"id": name, **card} for name in self.models]}
-        if name in self.models:
-            return {"id": name, **card}
-        if name != path:
-            raise self.no_model(name)
-        raise Refusal(404, f"no {self.command} {path:.80}; {PATHS}")
+        cards = {f"/v1/models/{name}": {"id": name, **card} for name in self.models}
+        models = {"object": "list", "data": [*cards.values()]}
+        pages = {"/health": {"status": "ok"}, "/v1/models": models, **cards}
+        if path not in pages:
+            raise Refusal(404, f"no {self.command} {path:.80}; {PATHS}")
+        return pages[path]
 
-    def no_model(self, name) -> Refusal:
-        sentence = f"there is no model {name!r:.80}; there are {', '.join(self.models)}"
-        return Refusal(404, sentence, "model_not_found")
+    def read_body(self, longest: int) -> bytes:
+        """Return the body of a request, of at most `longest` bytes."""
+        length = self.headers.get("Content-Length", "0")
+        if "Transfer-Encoding" in self.headers or not re.fullmatch(r"\d{1,18}", length):
+            raise Refusal(411, "send a Content-Length, and the body as it is, not in chunks")
+        if int(length) > longest:
+            raise Refusal(413, f"send a Content-Length of at most {longest:,}")
+        return self.rfile.read(int(length))
 
-    def read_body(self) -> bytes:
-        """Return the body of a request.
+    def chat(self, data: bytes):
+        """Parse and check the body of a request for a completion, and answer the request.
 
         The Content-Type must be JSON. This keeps out the web pages of other sites, because browsers
         let those pages send JSON only to servers that permit it.
         """
-        length = self.headers.get("Content-Length", "")
-        if "Transfer-Encoding" in self.headers or not re.fullmatch(r"\d{1,18}", length):
-            raise Refusal(411, "send a Content-Length, and the body as it is, not in chunks")
-        if int(length) > LONGEST_BODY:
-            raise Refusal(413, f"send a Content-Length of at most {LONGEST_BODY:,}")
         if self.headers.get_content_type() != "application/json":
             raise Refusal(415, "send Content-Type: application/json")
-        try:
-            data = self.rfile.read(int(length))
-        except TimeoutError:
-            raise Refusal(408, f"nothing came for {self.timeout} s, and the body is not whole")
-        self.unread = False
-        return data
-
-    def chat(self, data: bytes):
-        """Parse and check the body of a request for a completion, and answer the request."""
         try:
             self.body = json.loads(data)
             self.body["messages"] = plain_messages(self.body["messages"])
@@ -1461,7 +1444,8 @@ class Handler(BaseHTTPRequestHandler):
             roles = ", ".join(ROLES)
             raise Refusal(400, f"expected {expected}; a role is one of {roles}") from None
         if model not in self.models:
-            raise self.no_model(model)
+            sentence = f"there is no model {model!r:.80}; there are {', '.join(self.models)}"
+            raise Refusal(404, sentence, "model_not_found")
         check_parameters(self.body)
 
         now = time.time_ns()
@@ -1471,8 +1455,7 @@ class Handler(BaseHTTPRequestHandler):
         except (Refusal, ConnectionError, TimeoutError):
             raise
         except Exception as bug:
-            # Report the bug to the client, too. Raising it again will close the connection.
-            self.close_connection = True
+            # Report the bug to the client, too.
             self.fail(Refusal(500, f"{type(bug).__name__}: {bug}"))
             raise
 
@@ -1498,7 +1481,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_piece("data: [DONE]\n\n")
 
     def fail(self, refusal: Refusal):
-        """Answer with an error in OpenAI's format."""
+        """Answer with an error in OpenAI's format. The answer ends the connection."""
+        self.close_connection = True
         is_server_error = refusal.status >= 500
         error = {
             "message": refusal.message,
@@ -1522,8 +1506,7 @@ class Handler(BaseHTTPRequestHandler):
         headers["X-Content-Type-Options"] = "nosniff"
         if is_page:
             headers["Content-Security-Policy"] = content_security_policy(body)
-        if self.unread or self.close_connection:
-            self.close_connection = True
+        if self.close_connection:
             headers["Connection"] = "close"
         self.send_response(status)
         for name, value in headers.items():
@@ -1565,12 +1548,7 @@ class Handler(BaseHTTPRequestHandler):
 
         For example, http.server rejects a request with an unknown method or malformed headers.
         """
-        self.close_connection = True
-        if code == 501:
-            allowed = {"Allow": "GET, HEAD, POST"}
-            self.fail(Refusal(405, f"{message}; {PATHS}", headers=allowed))
-        else:
-            self.fail(Refusal(code, message or "this is no HTTP request"))
+        self.fail(Refusal(code, message or "this is no HTTP request"))
 
     def drop_input(self):
         """Read and drop the rest of the client's input, up to about LONGEST_BODY bytes.

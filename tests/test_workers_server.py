@@ -208,10 +208,10 @@ def test_a_model_has_a_card_of_its_own():
         card = requests.get(f"{url}/v1/models/junior%20calculator", timeout=60).json()
         unknown = requests.get(f"{url}/v1/models/cat", timeout=60)
     assert (card["id"], card["object"]) == ("junior calculator", "model")
-    assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
+    assert unknown.status_code == 404 and "GET /v1/models" in unknown.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "BREW", "POST"])
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "POST"])
 def test_a_method_that_is_not_supported_gets_a_405_with_a_sentence(parrot, method):
     answer = requests.request(method, f"{parrot}/v1/models", timeout=60)
     assert answer.status_code == 405 and "GET" in answer.headers["Allow"]
@@ -224,6 +224,21 @@ def test_a_chat_is_posted_and_a_head_has_no_body(parrot):
     assert (answer.status_code, answer.headers["Allow"]) == (405, "POST")
     head = raw(parrot, b"HEAD /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200") and head.endswith(b"\r\n\r\n")
+    unknown = raw(parrot, b"BREW /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert unknown.startswith(b"HTTP/1.1 501") and b"BREW" in unknown
+
+
+def test_a_body_where_none_belongs_is_not_taken_for_a_request(parrot):
+    get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    answer = raw(parrot, get + b"Content-Length: %d\r\n\r\n" % (len(get) + 2) + get + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 413") and answer.count(b"HTTP/1.1") == 1
+
+
+def test_an_error_ends_its_connection(parrot):
+    """An error may come before the body is read, and the next request would follow the body."""
+    for method, path in ((b"PUT", b"/health"), (b"POST", b"/v1/completions"), (b"GET", b"/x")):
+        answer = raw(parrot, b"%b %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % (method, path) * 2)
+        assert answer.count(b"HTTP/1.1") == 1 and b"\r\nConnection: close\r\n" in answer
 
 
 def test_a_body_in_chunks_gets_a_411_with_a_sentence(parrot):
@@ -382,10 +397,10 @@ def test_one_timeout_ends_a_sender_that_stops():
 
     with served(Hasty) as url:
         port = int(url.rpartition(":")[2])
-        for sent, status in ((request(b"{}")[:-1], b"HTTP/1.1 408"), (b"GET /he", b"")):
+        for sent in (request(b"{}")[:-1], b"GET /he"):
             with socket.create_connection(("127.0.0.1", port), timeout=60) as conn:
                 conn.sendall(sent)
-                assert conn.recv(1 << 16).startswith(status)
+                assert conn.recv(1 << 16) == b""
 
 
 def test_a_connection_for_which_there_is_no_thread_gets_a_503(parrot, monkeypatch):
