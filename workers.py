@@ -1631,23 +1631,6 @@ class Server(ThreadingHTTPServer):
             sentence = f"cannot serve on {host}:{port}: {e}; choose another --port=N (0: any)"
             raise ValueError(sentence) from None
 
-    def process_request(self, request, client_address):
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # The system allows no more threads.
-            with contextlib.suppress(OSError):
-                request.settimeout(1)
-                # Closing a connection with unread data resets it, and the answer could get lost.
-                request.recv(1 << 16)
-                request.sendall(
-                    b"HTTP/1.1 503 Service Unavailable\r\n"
-                    b"Retry-After: 5\r\n"
-                    b"Connection: close\r\n"
-                    b"Content-Type: text/plain\r\n\r\n"
-                    b"too many connections: come again in 5 s"
-                )
-            self.shutdown_request(request)
-
 
 def serve_specialists(port: int, wait=threading.Event().wait):
     """Serve the laptop world's workers on 127.0.0.1 until `wait` returns. First print the URL."""

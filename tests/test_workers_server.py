@@ -403,17 +403,6 @@ def test_one_timeout_ends_a_sender_that_stops():
                 assert conn.recv(1 << 16) == b""
 
 
-def test_a_connection_for_which_there_is_no_thread_gets_a_503(parrot, monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        answer = raw(parrot, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 503") and b"Retry-After: " in answer
-    assert requests.get(f"{parrot}/health", timeout=60).status_code == 200
-
-
 def test_a_page_may_run_its_own_scripts_only():
     class Site(Parrot):
         def page(self, path):
