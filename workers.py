@@ -32,7 +32,6 @@ import urllib.parse
 import zlib
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
-from email.utils import parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.pool import ThreadPool
 
@@ -52,7 +51,6 @@ LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that bound a 
 CUT_OFF = ("max_tokens", "model_context_window_exceeded", "model_length")
 # The finish reasons by which OpenRouter, vLLM and DeepSeek report a failure midway.
 INTERRUPTED = ("error", "abort", "insufficient_system_resource")
-SUCCESS = range(200, 300)  # HTTP statuses; a response with such a status may still hold an error
 MAX_BODY = 32 << 20  # the maximum size of a response, in bytes
 HARD_FAILURES = 6  # a call gives up after this many failures; a busy provider does not count as one
 # Probe a silent connection once a minute, so that no router drops it while a model thinks.
@@ -302,7 +300,7 @@ class Worker:
         callers do not all try again at the same moment.
         """
         backoff = min(30, self.timeout / 300 * 2 ** min(attempt - 1, 9))
-        return max(0.0, failure.wait or 0.0) + backoff * jitter.uniform(0.5, 1)
+        return (failure.wait or 0.0) + backoff * jitter.uniform(0.5, 1)
 
     def without_secrets(self, text: str, api_key: str) -> str:
         """Return a text as one line of at most 400 characters, with keys masked.
@@ -356,7 +354,7 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
     data = None
     with contextlib.suppress(ValueError, RecursionError):
         data = json.loads(text)
-    if response.status not in SUCCESS or find(data, "error"):
+    if response.status >= 300 or find(data, "error"):  # A success may hold an error, too.
         raise refusal(worker.url, response, find(data, "error", "code"), text)
 
     try:
@@ -409,27 +407,22 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
         text: the response's body.
     """
     status = response.status
-    if status in SUCCESS:
+    if status < 300:
         status = code if code in range(400, 600) else 500
     retry_after = response.headers.get("Retry-After", "")
     # Groq's flex tier sends 498 if its capacity is used up. OpenRouter sends 402 with a Retry-After
     # if the running calls may together cost more than the account holds.
     busy = status in (429, 498, 503, 529) or status == 402 and retry_after != ""
     is_broken = status in (408, 409) or status >= 500
-    exhausted = re.search(EXHAUSTED, text)
-    final = response.headers.get("x-should-retry") == "false"
+    is_final = response.headers.get("x-should-retry") == "false" or re.search(EXHAUSTED, text)
 
     wait = None
-    if (busy or is_broken) and not exhausted and not final:
-        wait = 0.0
-        with contextlib.suppress(ValueError):  # Ignore a text that is neither seconds nor a date.
-            if re.fullmatch(r"\d+(\.\d+)?", retry_after):
-                wait = float(retry_after)
-            else:
-                wait = parsedate_to_datetime(retry_after).timestamp() - time.time()
+    if (busy or is_broken) and not is_final:
+        is_number = re.fullmatch(r"\d+(\.\d+)?", retry_after)
+        wait = float(retry_after) if is_number else 0.0
     # A provider that is busy or rejects the request charges nothing. A provider that breaks down,
     # or that reports an error with a status of success, may charge for the attempt.
-    is_unpaid = response.status not in SUCCESS and (busy or not is_broken)
+    is_unpaid = response.status >= 300 and (busy or not is_broken)
     target = response.headers.get("Location")
     where = f"{url}, which redirects to {target}" if target else url
     return Failure(f"HTTP {status} of {where}: {text}", wait, busy, cost=0.0 if is_unpaid else None)
