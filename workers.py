@@ -389,13 +389,11 @@ def billed_cost(response: HTTPResponse, data: dict) -> float | None:
     provider (BYOK), usage.cost is ignored, because it is only OpenRouter's fee. Of two reported
     costs, the higher is returned.
     """
-    named = [0.0]
+    cost = find(data, "usage", "cost")
+    reported = [] if find(data, "usage", "is_byok") else [cost, find(cost, "total_cost")]
     with contextlib.suppress(ValueError):
-        named.append(float(response.headers.get("x-litellm-response-cost", "")))
-    cost = find(data, "usage", "cost", "total_cost") or find(data, "usage", "cost")
-    if fits(cost, NUMBER) and not find(data, "usage", "is_byok"):
-        named.append(cost)
-    return max(dollars for dollars in named if 0 <= dollars < 1e6) or None
+        reported.append(float(response.headers.get("x-litellm-response-cost", "")))
+    return max((dollars for dollars in reported if fits(dollars, NUMBER)), default=None) or None
 
 
 def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
@@ -628,7 +626,7 @@ def load_function(spec: str):
 
     If the function raises something that is not an Exception, such as SystemExit, the wrapper
     raises a RuntimeError instead. So a function that calls sys.exit ends neither the program nor
-    the calling thread. The wrapper passes on Ctrl-C in the main thread.
+    the calling thread. Ctrl-C still ends the program.
 
     Raises ValueError if the file cannot be run or has no such function.
     """
@@ -641,11 +639,9 @@ def load_function(spec: str):
     def guarded(*arguments):
         try:
             return function(*arguments)
+        except (Exception, KeyboardInterrupt):
+            raise
         except BaseException as e:
-            is_main = threading.current_thread() is threading.main_thread()
-            is_ctrl_c = is_main and isinstance(e, KeyboardInterrupt)
-            if isinstance(e, Exception) or is_ctrl_c:
-                raise
             raise RuntimeError(f"it raised {e!r}") from e
 
     return guarded
