@@ -249,11 +249,11 @@ class Worker:
         answer = future.result(self.timeout)
         if not isinstance(answer, Reply):
             answer = Reply(answer, 0, 0, cost=None if any(self.price or []) else 0.0)
-        if not isinstance(answer.text, str):
-            raise TypeError(f"expected a text or a Reply, got {type(answer.text).__name__}")
-        numbers = [answer.prompt_tokens, answer.completion_tokens, answer.cost]
-        if not fits(numbers, rf"\[{NUMBER}, {NUMBER}, ({NUMBER}|null)\]"):
-            raise TypeError(f"expected numbers of tokens and a cost in the Reply, got {numbers}")
+        values = [answer.text, answer.prompt_tokens, answer.completion_tokens, answer.cost]
+        if not fits(values, rf"\[{TEXT}, {NUMBER}, {NUMBER}, ({NUMBER}|null)\]"):
+            raise TypeError(
+                f"expected a text, or a Reply of a text, tokens and a cost, got {values}"
+            )
         return replace(answer, text=without_surrogates(answer.text))
 
     def post(self, headers: dict, body: dict) -> Reply:
@@ -649,8 +649,6 @@ def load_function(spec: str):
 
 # ---- Pools -------------------------------------------------------------------------------------
 
-# Matches an endpoint's path, with which no base_url may end, because calls append their own path.
-ENDPOINT = r"(?i)/(chat/completions|completions|messages|responses)/?$"
 # Regular expressions for values written as JSON.
 COUNT = r"[1-9]\d*"
 NUMBER = r"\d[\d.]*(e[-+]\d+)?"  # not negative
@@ -659,8 +657,9 @@ TEXT = r'"(?:[^"\\]|\\.)*+"'
 FIELDS = {
     "protocol": (f'"({"|".join(PROTOCOLS)})"', ", ".join(PROTOCOLS)),
     "base_url": (
-        r'"https?://[^"/@?#\s]+(/[^"?#\s]*)?"',
-        "http(s)://HOST/…, without a password or a query",
+        r'(?i)(?!.*/(completions|messages|responses)/?"$)"https?://[^"/@?#\s]+(/[^"?#\s]*)?"',
+        "http(s)://HOST/…, without a password, a query, or the /chat/completions or /messages "
+        "that each call appends",
     ),
     "model": ('".+"', "its name at the provider"),
     "name": ('".+"', "a text"),
@@ -748,36 +747,28 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
 def check_row(entry: dict, budget: float) -> dict[str, str]:
     """Return {field: what is wrong with it} for a row of a pool."""
     # Find the fields that are missing, and those whose value does not match their pattern.
-    protocol = entry.get("protocol")
-    required = ["protocol", "base_url", "model"]
-    if protocol == "python" or "function" in entry and protocol not in [*PROTOCOLS]:
-        required = ["protocol", "function"]
-    unknown = entry.keys() - FIELDS.keys()
-    if unknown:
-        required = []  # Report no field as missing: the unknown one may be that field, misspelt.
+    is_function = entry.get("protocol") == "python"
+    required = ["function"] if is_function else ["base_url", "model"]
     wrong = {}
-    for key in [*entry, *required]:
+    for key in [*entry, "protocol", *required]:
         # An unknown field gets the pattern "", which no JSON value matches. So it is reported.
         pattern, expected = FIELDS.get(key, ("", f"one of {', '.join(FIELDS)}"))
         if not fits(entry.get(key), pattern):
             wrong[key] = f"expected {expected}"
-    ending = re.search(ENDPOINT, str(entry.get("base_url", "")))
-    if ending:
-        wrong["base_url"] = f"leave out {ending[0]} at its end; each call appends its own path"
 
     # Check the API key and the function that the row refers to. If there is a budget, check that a
     # call's maximum cost is known.
     variable = entry.get("api_key_env")
     if variable and "api_key_env" not in wrong and not os.environ.get(variable, "").strip():
         wrong["api_key_env"] = f"${variable} is not set"
-    if protocol == "python" and "function" in entry and "function" not in wrong:
+    if is_function and "function" not in wrong:
         try:
             load_function(entry["function"])
         except ValueError as e:
             wrong["function"] = str(e)
-    has_price = not unknown and not wrong.keys() & {"protocol", "price", "params"}
+    has_price = not wrong.keys() & {"protocol", "price", "params"}
     if budget and has_price and highest_cost(entry, entry.get("params", {}), {}) == float("inf"):
-        if protocol == "python":
+        if is_function:
             wrong["price"] = "leave it out for a budget, and return a Reply with the call's cost"
         else:
             wrong["price, params"] = (
@@ -967,8 +958,7 @@ def highest_cost(entry: dict, params: dict, body: dict) -> float:
     if price and not any(price):
         return 0.0
     limits = [params[name] for name in LIMITS if name in params]
-    is_bounded = limits and all(fits(limit, COUNT) for limit in limits)
-    if price is None or not is_bounded:
+    if price is None or not fits(limits, rf"\[{COUNT}(, {COUNT})?\]"):
         return float("inf")
 
     def dearest(own: float, name: str) -> float:

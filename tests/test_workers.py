@@ -512,7 +512,6 @@ def give_up(messages): raise TimeoutError
     [
         ("sleep", "no whole answer within"),
         ("end", r"raised SystemExit\(0\)"),
-        ("interrupt", r"raised KeyboardInterrupt\(\)"),
         ("own", r"raised Ended\('over'\)"),
         ("give_up", "no whole answer within"),
     ],
@@ -941,10 +940,10 @@ RIGHT = {"protocol": "openai", "base_url": "http://h/v1", "model": "m"}
         ({"base_url": ""}, "base_url"),
         ({"base_url": f"https://me:{KEY}@h/v1"}, "base_url"),
         ({"base_url": "https://h/v1?v=1"}, "base_url"),
-        ({"base_url": "https://h/v1/chat/completions"}, "base_url: leave out /chat/completions"),
-        ({"base_url": "https://h/v1/Messages/"}, "base_url: leave out /Messages/"),
-        ({"base_url": "https://h/v1/completions"}, "base_url: leave out /completions"),
-        ({"base_url": "https://h/v1/responses"}, "base_url: leave out /responses"),
+        ({"base_url": "https://h/v1/chat/completions"}, "base_url: .*that each call appends"),
+        ({"base_url": "https://h/v1/Messages/"}, "base_url: .*that each call appends"),
+        ({"base_url": "https://h/v1/completions"}, "base_url: .*that each call appends"),
+        ({"base_url": "https://h/v1/responses"}, "base_url: .*that each call appends"),
         ({"note": 7}, "note"),
         ({"note": ""}, "note"),
         ({"note": "one\ntwo"}, "note"),
@@ -1034,20 +1033,17 @@ def test_what_is_no_pool(text, tmp_path):
 @pytest.mark.parametrize(
     "row, fields",
     [
-        ({"protcol": "openai", "base_url": "http://h/v1", "model": "m"}, ["protcol"]),
-        ({"protcol": "python", "function": "tools.py:f"}, ["protcol"]),
+        ({"protcol": "openai", "base_url": "http://h/v1", "model": "m"}, ["protcol", "protocol"]),
         ({"protocol": "opnai", "base_url": "http://h/v1", "model": "m"}, ["protocol"]),
-        ({"protocol": "pyhton", "function": "tools.py:f"}, ["protocol"]),
-        ({"protocol": "openai", "base_url": "http://h/v1", "modle": "m"}, ["modle"]),
-        ({"protocol": "python", "funktion": "tools.py:f"}, ["funktion"]),
-        ({"function": "tools.py:f"}, ["protocol"]),
+        ({"protocol": "openai", "base_url": "http://h/v1", "modle": "m"}, ["modle", "model"]),
+        ({"protocol": "python", "funktion": "tools.py:f"}, ["funktion", "function"]),
         ({"protocol": "openai", "function": "tools.py:f"}, ["base_url", "model"]),
         ({"protocol": "python"}, ["function"]),
         ({}, ["protocol", "base_url", "model"]),
     ],
 )
 @pytest.mark.parametrize("budget", [0.0, 1.0])
-def test_one_fault_is_one_line(row, fields, budget):
+def test_wrong_and_missing_fields_are_named(row, fields, budget):
     priced = {} if row.get("protocol") == "python" else {"price": [0, 0]}
     lines = check_pool([{**row, **priced, "name": "jane"}], budget)
     assert [line.split(": ")[:2] for line in lines] == [["jane", field] for field in fields]
