@@ -1314,15 +1314,12 @@ def content_security_policy(page: bytes) -> str:
     The page may run and apply the scripts and styles that it contains, connect to its own server,
     and show images with data: URLs.
     """
-    sources = {}
-    for tag in ("script", "style"):
-        texts = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), page, re.DOTALL)
-        digests = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in texts]
-        sources[tag] = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
+    texts = re.findall(rb"<(?:script|style)>(.*?)</(?:script|style)>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in texts]
+    own = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
-        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
+        f"default-src 'none'; script-src {own}; style-src {own}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 
@@ -1369,10 +1366,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.is_local and not re.match(LOOPBACK, f"http://{host}"):
             raise Refusal(403, "this server is for programs on its machine: send Host: localhost")
         if self.server.api_key and path not in self.public_paths:
-            scheme, _, key = self.headers.get("Authorization", "").partition(" ")
-            given = key.strip().encode("latin-1")  # undo http.server's decoding
-            is_right = hmac.compare_digest(given, self.server.api_key.encode())
-            if scheme.lower() != "bearer" or not is_right:
+            # Encoding as Latin-1 undoes the decoding of http.server.
+            given = self.headers.get("Authorization", "").encode("latin-1")
+            if not hmac.compare_digest(given, f"Bearer {self.server.api_key}".encode()):
                 sentence = "send this server's key, as Authorization: Bearer KEY"
                 asked = {"WWW-Authenticate": "Bearer"}
                 raise Refusal(401, sentence, "invalid_api_key", asked)

@@ -292,7 +292,7 @@ def test_another_machine_needs_the_key():
     url = f"http://127.0.0.1:{server.server_address[1]}"
     keys = {
         "Bearer geheim-\u00e9": 200,
-        "bearer  geheim-\u00e9": 200,
+        "Bearer  geheim-\u00e9": 401,
         "Bearer geheim": 401,
         "Bearer geheim-\u00e9\u00e9": 401,
         "Basic geheim-\u00e9": 401,
@@ -412,7 +412,7 @@ def test_a_page_may_run_its_own_scripts_only():
         answer = requests.get(f"{url}/", timeout=60)
     policy = answer.headers["Content-Security-Policy"]
     digest = base64.b64encode(hashlib.sha256(b"\nrun()").digest()).decode()
-    assert f"script-src 'sha256-{digest}' 'sha256-" in policy
+    assert re.search(f"script-src [^;]*'sha256-{re.escape(digest)}' 'sha256-", policy)
     assert "default-src 'none'" in policy and "unsafe" not in policy
     assert answer.headers["Content-Type"].startswith("text/html")
 
