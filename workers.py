@@ -129,9 +129,6 @@ class Worker:
 
         path, self.write_request, self.read_reply = PROTOCOLS[self.protocol]
         self.url = self.base_url.rstrip("/") + path
-        self.own_headers = {"content-type": "application/json"}
-        for name, value in [*requests.utils.default_headers().items(), *self.headers.items()]:
-            self.own_headers[name.lower()] = value
         self.route = once(self.find_route)
 
         self.lock = threading.Lock()  # guards the next two sums, which include replayed calls
@@ -186,7 +183,10 @@ class Worker:
         api_key = os.environ.get(self.api_key_env or "", "").strip()
         # Replace blank messages, which some APIs, such as Anthropic's, reject.
         turns = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
-        headers, body = self.write_request(self.model, turns, params, api_key)
+        key_headers, body = self.write_request(self.model, turns, params, api_key)
+        headers = requests.utils.default_headers()  # a dict whose keys may have any case
+        headers.update({"content-type": "application/json", **key_headers})
+        headers.update(self.headers)
         budget = self.budget or UNLIMITED
         max_cost = highest_cost(vars(self), params, body) if self.budget else 0.0
 
@@ -224,7 +224,7 @@ class Worker:
         try:
             if self.run_function:
                 return self.call_function(messages)
-            return self.post({**headers, **self.own_headers}, body)
+            return self.post(headers, body)
         except Failure as failure:
             return failure
         except Exception as e:  # such as a lost connection, a timeout, or an error in the function
