@@ -558,23 +558,20 @@ def read_usage(usage) -> tuple[int, int, float] | None:
     Returns None if the usage lacks the prompt or completion tokens, or if a count is not a whole
     number of at most nine digits.
     """
-
-    def count(*path: str):
-        n = find(usage, *path)
-        return 0 if n is None else n
-
     is_anthropic = find(usage, "prompt_tokens") is None
     names = ("input", "output") if is_anthropic else ("prompt", "completion")
     n_in, n_out = (find(usage, f"{name}_tokens") for name in names)
-    total = count("total_tokens")
-    read = count("cache_read_input_tokens")
-    written = count("cache_creation_input_tokens")  # Anthropic, litellm
-    written = written or count("prompt_tokens_details", "cache_write_tokens")  # OpenRouter
-    for_an_hour = count("cache_creation", "ephemeral_1h_input_tokens")
-    counts = (n_in, n_out, total, read, written, for_an_hour)
-    if not all(fits(n, r"\d{1,9}") for n in counts):
+    optional = [
+        find(usage, "total_tokens"),
+        find(usage, "cache_read_input_tokens"),
+        find(usage, "cache_creation_input_tokens")  # Anthropic, litellm
+        or find(usage, "prompt_tokens_details", "cache_write_tokens"),  # OpenRouter
+        find(usage, "cache_creation", "ephemeral_1h_input_tokens"),
+    ]
+    if not fits([n_in, n_out, *optional], r"\[\d{1,9}, \d{1,9}(, (\d{1,9}|null)){4}\]"):
         return None
 
+    total, read, written, for_an_hour = (n or 0 for n in optional)
     if is_anthropic:  # Anthropic's input_tokens exclude tokens read from or written to a cache.
         n_in += read + written
     n_out = max(n_out, total - n_in)  # Some servers count reasoning only in the total.
