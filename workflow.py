@@ -16,7 +16,6 @@ files are counted from 0. Read grpo.py next.
 
 import ast
 import collections
-import difflib
 import functools
 import itertools
 import json
@@ -1711,15 +1710,16 @@ class Settings:
     examples: bool = flag(False, "with show: print few-shot examples for train.py --examples=FILE")
 
 
-QUOTES = (
-    'a question goes in quotes: python workflow.py "a question"; --help shows what else there is'
+USAGE = (
+    'ask a question in quotes, python workflow.py "a question", or use a command, serve or show; '
+    "--help shows what else there is"
 )
 
 
 def show_words(words: list[str], examples: bool) -> str:
     """Return the text that `show` prints, given the command-line words after "show"."""
     if not words or len(words) > 2 and not examples:
-        raise ValueError(f"show takes a FILE of traces and perhaps a line's number; {QUOTES}")
+        raise ValueError(f"show takes a FILE of traces and perhaps a line's number; {USAGE}")
     if examples:
         rollouts = [rollout for file in words for rollout in read_rollouts(file)]
         own = choose_examples(rollouts)
@@ -1730,20 +1730,15 @@ def show_words(words: list[str], examples: bool) -> str:
 
 
 def question_of(words: list[str]) -> str:
-    """Return the question: the words of the command line or, without words, standard input."""
-    text = " ".join(words)
+    """Return the question: the only word of the command line or, without words, standard input.
+
+    A word of letters only, such as `server`, is rather a misspelt command than a question.
+    """
     if not words and sys.stdin and not sys.stdin.isatty():
-        text = sys.stdin.read()
-    elif words:
-        # With "how" in the list, "how many?" is not mistaken for a misspelled "show".
-        commands = ["show", "serve", "help", "how"]
-        near = difflib.get_close_matches(words[0].lower(), commands, 1, 0.75)
-        if near and near != ["how"]:
-            raise ValueError(f"did you mean {near[0]}? If not, {QUOTES}")
-    # Replace bytes that are not UTF-8, which the shell may pass.
-    question = text.strip().encode(errors="replace").decode()
-    if not question.strip():
-        raise ValueError(f"there is no question; {QUOTES}")
+        words = [sys.stdin.read()]
+    question = words[0].strip() if len(words) == 1 else ""
+    if not question or re.fullmatch("[A-Za-z]+", question):
+        raise ValueError(USAGE)
     return question
 
 
