@@ -1033,22 +1033,27 @@ def worker_writer(worker, prompting: Prompting):
             rollout.error = str(e)
         return rollout
 
+    return in_background(lambda rollout, tell: THREADS.run(write_one, (rollout,), tell))
+
+
+def in_background(start):
+    """Return a writer that lets other threads write.
+
+    start(rollout, tell) has to arrange that a thread writes the rollout and then calls
+    tell(rollout or exception). The writer raises the exception.
+    """
+
     def write(rollouts):
         written = queue.SimpleQueue()
         for rollout in rollouts:
-            THREADS.run(write_one, (rollout,), written.put)
-        yield from take(len(rollouts), written)
+            start(rollout, written.put)
+        for _ in rollouts:
+            result = written.get()
+            if isinstance(result, Exception):
+                raise result
+            yield result
 
     return write
-
-
-def take(n: int, results: queue.SimpleQueue) -> Iterator:
-    """Yield n results from a queue, but raise the first result that is an exception."""
-    for _ in range(n):
-        result = results.get()
-        if isinstance(result, Exception):
-            raise result
-        yield result
 
 
 # ---- Rollouts in files and on the screen ---------------------------------------------------------
@@ -1618,29 +1623,23 @@ def share_batches(write):
     A single background thread calls `write`, each time with all the rollouts that are waiting. What
     model_writer writes for a request does not depend on the other requests in the batch.
     """
-    waiting = queue.SimpleQueue()  # (rollout, the queue that gets the rollout once it is written)
+    waiting = queue.SimpleQueue()  # (rollout, tell), as passed to in_background's `start`
 
     def write_batches():
         while True:
             batch = [waiting.get()]
             while not waiting.empty():
                 batch.append(waiting.get())
-            callers = {id(rollout): caller for rollout, caller in batch}
+            tellers = {id(rollout): tell for rollout, tell in batch}
             try:
                 for rollout in write([rollout for rollout, _ in batch]):
-                    callers.pop(id(rollout)).put(rollout)
+                    tellers.pop(id(rollout))(rollout)
             except Exception as error:
-                for caller in callers.values():
-                    caller.put(error)
-
-    def write_shared(rollouts):
-        written = queue.SimpleQueue()
-        for rollout in rollouts:
-            waiting.put((rollout, written))
-        yield from take(len(rollouts), written)
+                for tell in tellers.values():
+                    tell(error)
 
     threading.Thread(target=write_batches, daemon=True).start()
-    return write_shared
+    return in_background(lambda rollout, tell: waiting.put((rollout, tell)))
 
 
 def conductor_server(

@@ -459,7 +459,8 @@ def test_prompts_that_wait_together_are_written_as_one_batch():
 
 def workflow_queue(shared):
     """Return the queue in which rollouts wait for a shared writer."""
-    return inspect.getclosurevars(shared).nonlocals["waiting"]
+    start = inspect.getclosurevars(shared).nonlocals["start"]
+    return inspect.getclosurevars(start).nonlocals["waiting"]
 
 
 def test_what_is_written_does_not_depend_on_who_waits_beside():
