@@ -1388,6 +1388,8 @@ class Service:
     conducting: Threads = field(default_factory=lambda: Threads(CONDUCTING))
 
 
+# The files of a training run that the page may read.
+RUN_FILE = re.compile(r"/run/(settings\.json|metrics\.jsonl|traces/\d{5,9}\.jsonl)")
 NOBODY_WAITS = "stopped, as nobody waits for the answer"
 
 
@@ -1404,8 +1406,10 @@ class ConductorHandler(Handler):
         if path == "/":
             with open(os.path.join(ASSETS, "page.html"), "rb") as file:
                 return file.read()
-        content = run_page(service.run, path) if service.run else None
-        return super().page(path) if content is None else content
+        run_file = RUN_FILE.fullmatch(path)
+        if service.run and run_file:
+            return read_run_file(service.run, run_file[1])
+        return super().page(path)
 
     def complete(self, body: dict):
         """Answer the last user message of a chat, and log one line about the request."""
@@ -1590,17 +1594,11 @@ def in_words(event: dict) -> str:
     return f"{step}, {event['worker']} is told: {event['subtask']}\n\n"
 
 
-def run_page(run: str, path: str) -> dict | list | None:
-    """Return the part of a run's data at a path: settings, metrics or an iteration's rollouts.
+def read_run_file(run: str, name: str) -> dict | list:
+    """Return the content of a file in a run's folder: an object or, for .jsonl, a list.
 
-    For any other path, return None, so that no other file can be read. Raises Refusal if the data
-    are missing or damaged.
+    Raises Refusal if the file is missing or damaged.
     """
-    traces = re.fullmatch(r"/run/traces/(\d{1,9})", path)
-    names = {"/run/settings": "settings.json", "/run/metrics": "metrics.jsonl"}
-    if not traces and path not in names:
-        return None
-    name = f"traces/{int(traces[1]):05d}.jsonl" if traces else names[path]
     # Read NaN and Infinity as null, because browsers' JSON parsers reject them.
     read = functools.partial(json.loads, parse_constant=lambda name: None)
     try:
@@ -1609,7 +1607,7 @@ def run_page(run: str, path: str) -> dict | list | None:
         if not file.is_file() or not file.is_relative_to(pathlib.Path(run).resolve()):
             raise Refusal(404, f"there is no {name} in this run's folder yet")
         text = file.read_text(encoding="utf-8")
-        if name == "settings.json":
+        if name.endswith(".json"):
             return read(text)
         complete_lines = text.split("\n")[:-1]  # The run may still be writing the last line.
         return [read(line) for line in complete_lines]

@@ -529,16 +529,17 @@ def test_the_page_and_a_run_and_nothing_else(tmp_path):
         get = lambda path, **headers: requests.get(f"{url}{path}", headers=headers, timeout=60)
         page = get("/")
         key = {"Authorization": "Bearer key"}
-        found = {path: get(f"/run/{path}", **key) for path in ("settings", "metrics", "traces/7")}
-        missing = ["/run/traces/8", "/run/secret", "/run/secret.json", "/run/../secret.json"]
-        missing += ["/run/traces/..%2Fsettings", "/run/traces/7.jsonl", "/assets/plot.py", "/run/"]
+        names = ("settings.json", "metrics.jsonl", "traces/00007.jsonl")
+        found = [get(f"/run/{name}", **key).json() for name in names]
+        missing = ["/run/traces/00008.jsonl", "/run/secret.json", "/run/../secret.json"]
+        missing += ["/run/traces/..%2Fsettings.json", "/run/traces/", "/assets/plot.py", "/run/"]
         assert [get(path, **key).status_code for path in missing] == [404] * len(missing)
-        assert get("/run/settings").status_code == 401
+        assert get("/run/settings.json").status_code == 401
     assert page.status_code == 200 and b"<script>" in page.content
     assert "script-src 'sha256-" in page.headers["Content-Security-Policy"]
-    assert found["settings"].json() == {"out": "run"}
-    assert found["metrics"].json() == [{"iteration": 0, "loss": None}, {"iteration": 1}]
-    assert found["traces/7"].json() == [{"question": "Why?"}]
+    assert found[0] == {"out": "run"}
+    assert found[1] == [{"iteration": 0, "loss": None}, {"iteration": 1}]
+    assert found[2] == [{"question": "Why?"}]
 
 
 DAMAGED = [b'{"ite\n{}\n', b"\0\0\0\n", b"\xff\n", b"\n", b"[" * 200_000 + b"\n"]
@@ -547,14 +548,14 @@ DAMAGED = [b'{"ite\n{}\n', b"\0\0\0\n", b"\xff\n", b"\n", b"[" * 200_000 + b"\n"
 @pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_file_of_a_run_is_named(content, tmp_path):
     (tmp_path / "traces").mkdir()
-    for name in ("settings.json", "metrics.jsonl", "traces/00000.jsonl"):
+    names = ("settings.json", "metrics.jsonl", "traces/00000.jsonl")
+    for name in names:
         (tmp_path / name).write_bytes(content)
     with served([Player("a", str)], chain(0), run=str(tmp_path)) as url:
-        for path, name in (("settings", "settings"), ("metrics", "metrics"), ("traces/0", "00000")):
-            answer = requests.get(f"{url}/run/{path}", timeout=60)
+        for name in names:
+            answer = requests.get(f"{url}/run/{name}", timeout=60)
             assert answer.status_code == 500
-            assert f"{name}.json" in answer.json()["error"]["message"]
-            assert "is damaged" in answer.json()["error"]["message"]
+            assert f"{name} is damaged" in answer.json()["error"]["message"]
 
 
 def test_a_link_out_of_a_run_and_what_is_no_file_are_not_read(tmp_path):
@@ -568,7 +569,7 @@ def test_a_link_out_of_a_run_and_what_is_no_file_are_not_read(tmp_path):
     (traces / "00004.jsonl").symlink_to("00003.jsonl")
     (tmp_path / "link").symlink_to("run")
     with served([Player("a", str)], chain(0), run=str(tmp_path / "link")) as url:
-        found = [requests.get(f"{url}/run/traces/{i}", timeout=60) for i in range(5)]
+        found = [requests.get(f"{url}/run/traces/0000{i}.jsonl", timeout=60) for i in range(5)]
     assert [answer.status_code for answer in found] == [404, 404, 404, 200, 200]
     assert found[4].json() == ["own"]
 
