@@ -1172,11 +1172,8 @@ def read_rollouts(file: str) -> Iterator[Rollout]:
     Raises ValueError if the file is missing, empty or a folder, or, naming the line, if a line
     holds no rollout.
     """
-    traces = sorted(pathlib.Path(file).rglob("[0-9]*.jsonl"))
-    if traces:
-        raise ValueError(f"{file} is a folder: name a file in it, such as {traces[-1]}")
     if not os.path.isfile(file) or not os.path.getsize(file):
-        where = "a run's traces are in its folder traces/"
+        where = "a run's traces are in its folder traces/, such as traces/00000.jsonl"
         raise ValueError(f"there is no file {file}, or it is empty; {where}")
     with open(file, encoding="utf-8", errors="replace") as lines:
         for i, line in enumerate(lines):

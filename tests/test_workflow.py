@@ -677,7 +677,7 @@ WRONG = {  # the words of a command line -> a part of the error message
     ("show", "TRACE", "1", "2"): "show takes a FILE",
     ("show", "nowhere.jsonl"): "there is no file nowhere.jsonl",
     ("show", os.path.join(ROOT, "assets")): "a run's traces are in its folder traces/",
-    ("show", "TRACES"): "is a folder: name a file in it, such as ",
+    ("show", "TRACES"): "such as traces/00000.jsonl",
     ("show", os.path.join(LAPTOP, "model.safetensors")): "holds no rollout",
     ("show", os.devnull): "there is no file",
     ("show", "--examples"): "show takes a FILE",
