@@ -718,16 +718,15 @@ class Threads:
     def run(self, function, arguments: tuple, tell):
         """Call function(*arguments) in a thread, which then calls tell(result or exception)."""
         with self.changed:
+            if len(self.jobs) >= self.idle and self.started < self.limit:
+                try:
+                    threading.Thread(target=self.work, daemon=True).start()
+                    self.started += 1
+                except RuntimeError:  # The system allows no more; a started thread takes the job.
+                    if not self.started:
+                        raise
             self.jobs.append((function, arguments, tell))
             self.changed.notify()
-            if len(self.jobs) <= self.idle or self.started == self.limit:
-                return
-            try:
-                threading.Thread(target=self.work, daemon=True).start()
-                self.started += 1
-            except RuntimeError:  # The system allows no more; a started thread takes the job.
-                if not self.started:
-                    raise
 
     def work(self):
         while True:
@@ -1643,10 +1642,6 @@ def conductor_server(
     """Return an OpenAI-compatible server that is bound to its port, but not started."""
     server = Server(port, ConductorHandler, host, api_key)
     server.service = service
-    # Start one thread in each pool now, so that neither pool stays empty if the threads of requests
-    # later use up all that the system allows.
-    for threads in (service.conducting, THREADS):
-        threads.run(bool, (), lambda result: None)
     return server
 
 

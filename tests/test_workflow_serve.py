@@ -365,8 +365,10 @@ def test_jobs_wait_for_a_thread_where_the_system_allows_no_more(monkeypatch):
     for _ in range(20):
         pool.run(divmod, (9, 2), results.put)
     assert [results.get(timeout=60) for _ in range(21)] == [(3, 1)] + [(4, 1)] * 20
+    empty = workflow.Threads(512)
     with pytest.raises(RuntimeError, match="thread"):
-        workflow.Threads(512).run(divmod, (7, 2), results.put)
+        empty.run(divmod, (7, 2), results.put)
+    assert not empty.jobs
 
 
 def test_one_request_too_many_is_told_when_to_come_again(monkeypatch):
@@ -585,23 +587,6 @@ def test_serving_a_pool_that_costs_demands_a_budget(tmp_path, capsys):
         workflow.main(["serve", "--host=0.0.0.0"])
     with pytest.raises(ValueError, match="--run=.*settings.json"):
         workflow.main(["serve", f"--run={tmp_path}"])
-
-
-def test_requests_are_answered_where_no_thread_can_start_any_more(monkeypatch):
-    """Once the server exists, only threads for connections can start."""
-    start = threading.Thread.start
-
-    def start_connections_only(thread):
-        if "process_request" not in thread.name:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(workflow, "THREADS", workflow.Threads(4))
-    with served([Player("a", lambda m: "b")], chain(0, 0)) as url:
-        monkeypatch.setattr(threading.Thread, "start", start_connections_only)
-        for _ in range(3):
-            assert post(url).status_code == 200
-        monkeypatch.undo()
 
 
 def test_the_command_serves_the_shipped_conductor_until_it_is_interrupted():
