@@ -1527,10 +1527,6 @@ class ConductorHandler(Handler):
         if answered.error or answered.invalid:
             sentence = answered.error or f"the Conductor wrote no workflow: {answered.invalid}"
             status, code = next(ERRORS[part] for part in ERRORS if part in sentence)
-            if status == 502 and self.body.get("stream"):
-                # Some proxies replace the body of a 502, so the client would not see the reason.
-                # Start the stream first, with status 200; it then carries the error.
-                self.send_comment("the workflow failed")
             raise Refusal(status, sentence, code)
 
         prompt_tokens = sum(reply.prompt_tokens for reply in last.all_replies)
