@@ -16,6 +16,7 @@ files are counted from 0. Read grpo.py next.
 
 import ast
 import collections
+import contextlib
 import functools
 import itertools
 import json
@@ -1394,7 +1395,6 @@ class ConductorHandler(Handler):
 
     models = ["conductor", "conductor-recursive"]
     public_paths = ("/",)
-    write_failed = False  # whether writing to the client has failed
 
     def page(self, path: str):
         """Return the content at a path: the page, the run that it shows, or what Handler serves."""
@@ -1473,12 +1473,12 @@ class ConductorHandler(Handler):
             return reply
 
         def write(rollouts):
-            if not self.hung_up():
+            if self.hung_up():
+                for rollout in rollouts:
+                    rollout.error = NOBODY_WAITS
+                    yield rollout
+            else:
                 yield from service.write(rollouts)
-                return
-            for rollout in rollouts:
-                rollout.error = NOBODY_WAITS
-                yield rollout
 
         def conduct_question():
             extra_rounds = service.extra_rounds if self.card["model"] == self.models[1] else 0
@@ -1495,24 +1495,17 @@ class ConductorHandler(Handler):
                 raise event
             if isinstance(event, Rollout):
                 return event
-            if self.body.get("stream"):
-                self.stream(event)
+            if self.body.get("stream") and not self.hung_up():
+                # The system closes the socket of a client out of reach, which `hung_up` then sees.
+                with contextlib.suppress(OSError):
+                    self.stream(event)
 
     def stream(self, event: dict | None):
         """Send an event as reasoning text, which front ends show, or a keep-alive for None."""
-        if self.hung_up():
-            return
-        try:
-            if event is None:
-                self.send_comment("the workers are busy")
-            else:
-                self.send_event({"reasoning_content": in_words(event)}, workflow_event=event)
-        except OSError:  # such as "no route to host"
-            self.write_failed = True
-
-    def hung_up(self) -> bool:
-        """Return whether the client has disconnected or cannot be reached."""
-        return self.write_failed or super().hung_up()
+        if event is None:
+            self.send_comment("the workers are busy")
+        else:
+            self.send_event({"reasoning_content": in_words(event)}, workflow_event=event)
 
     def answer_with(self, last: Rollout):
         """Send the answer of the last round that has one, or raise Refusal if no round does.

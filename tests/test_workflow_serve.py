@@ -292,6 +292,7 @@ def test_a_client_that_hangs_up_stops_the_workflow(capfd):
 
 def test_a_client_that_is_out_of_reach_has_hung_up(monkeypatch, capfd):
     def fail(handler, delta, **extra):
+        handler.connection.shutdown(socket.SHUT_RDWR)  # as the system does
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
     monkeypatch.setattr(workflow.ConductorHandler, "send_event", fail)
