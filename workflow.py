@@ -1198,12 +1198,11 @@ def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
     neither. To vary the workers, each choice is the first rollout whose sequence of workers has
     been chosen least often so far.
     """
-    left = []
-    for rollout in rollouts:
-        needs_what_came_before = rollout.previous or rollout.context
-        if rollout.right and rollout.names and not needs_what_came_before:
-            left.append(rollout)
-
+    left = [
+        rollout
+        for rollout in rollouts
+        if rollout.right and not rollout.previous and not rollout.context
+    ]
     chosen = []
     while left and len(chosen) < n:
         workers = [rollout.names for rollout in chosen]
