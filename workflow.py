@@ -1439,11 +1439,10 @@ class ConductorHandler(Handler):
         """
         service = self.server.service
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        if not users:
-            raise Refusal(400, "messages: there is no user message to answer")
+        if not users or not messages[users[-1]]["content"].strip():
+            reason = "there is no user message to answer, or the last user message is empty"
+            raise Refusal(400, f"messages: {reason}")
         last = users[-1]
-        if not messages[last]["content"].strip():
-            raise Refusal(400, "messages: the last user message is empty")
         later = [message for message in messages[last + 1 :] if message["role"] == "system"]
         return Rollout(
             messages[last]["content"],
