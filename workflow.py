@@ -669,14 +669,14 @@ def call_worker(rollout: Rollout, i: int) -> Reply:
 
     The worker gets a chat: the turns before the question, then two turns for each earlier step that
     the worker sees (that step's subtask and response), then a turn with the worker's own subtask.
-    In a further round, "all" also shows the last step of the previous rounds, which comes first.
+    In a further round, "all" also shows the last step of the previous round, which comes first.
     The question is prepended to the first subtask in the chat.
     """
     steps = rollout.workflow.steps
     past = [(steps[j].subtask, rollout.replies[j].text) for j in steps[i].access]
     if steps[i].wrote_all and rollout.previous:  # Show the previous answer, too (§3.2).
-        last = [earlier for earlier in rollout.previous.rounds() if earlier.replies][-1]
-        past.insert(0, (last.workflow.steps[-1].subtask, last.answer))
+        last = rollout.previous.workflow.steps[-1]
+        past.insert(0, (last.subtask, rollout.previous.answer))
 
     chat = []
     for subtask, response in past:
