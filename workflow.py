@@ -382,7 +382,8 @@ def messages(
         parts = ",\n".join(f"- {form.part}" for form in LISTS)
         lists = "; ".join(f"{form.name}, {form.elements}" for form in LISTS)
         blocks = [ROLE.format(max_steps=max_steps, parts=parts, lists=lists)]
-        blocks += example_blocks(examples or named_examples(prompt_style), numbers, max_steps)
+        examples = examples or read_json(os.path.join(ASSETS, "examples.json"))[prompt_style]
+        blocks += example_blocks(examples, numbers, max_steps)
         if context:
             blocks.append("The conversation so far:")
             blocks += [f"{turn['role']}: {turn['content']}" for turn in context]
@@ -417,13 +418,6 @@ def full_pool(numbers: list[int], notes: list[str] | None) -> str:
     if notes:
         return "\n".join(["Models:", *(f"Model {number}: {notes[number]}" for number in numbers)])
     return "Models: " + ", ".join(f"Model {number}" for number in numbers)
-
-
-def named_examples(prompt_style: str) -> list[dict]:
-    sets = {"zero-shot": [], **read_json(os.path.join(ASSETS, "examples.json"))}
-    if prompt_style not in sets:
-        raise ValueError(f"prompt_style {prompt_style!r}: there are {', '.join(sets)} and short")
-    return sets[prompt_style]
 
 
 def example_blocks(examples: list[dict], numbers: list[int], max_steps: int) -> list[str]:

@@ -94,8 +94,6 @@ def test_the_full_prompt_has_the_rules_the_examples_the_question_and_the_models(
     assert messages("How many?", 3, prompt_style="in") != messages(
         "How many?", 3, prompt_style="mixed"
     )
-    with pytest.raises(ValueError, match="there are zero-shot, ood, in, mixed and short"):
-        messages("How many?", 3, prompt_style="long")
 
 
 def test_a_subset_names_workers_by_their_numbers_in_the_pool():
