@@ -153,9 +153,9 @@ class Worker:
 
         Raises:
             WorkerError: the last attempt failed, or the budget is spent. These failures end the
-                call at once: a timeout, any other 4xx, an exhausted account, an error with
-                x-should-retry: false, an unreadable reply, and most exceptions in a Python
-                function.
+                call at once: a timeout, any other 4xx, an unknown host, an exhausted account, an
+                error with x-should-retry: false, an unreadable reply, and most exceptions in a
+                Python function.
         """
         params = {**self.params, **overrides}
         if self.replay and call_id:
@@ -428,15 +428,20 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
 
 def broken(error: Exception) -> Failure:
     """Return the Failure for an exception that a request or a Python function raised."""
-    if isinstance(error, (TimeoutError, exceptions.ReadTimeoutError)):
+    if isinstance(error, (requests.ReadTimeout, exceptions.ReadTimeoutError, TimeoutError)):
         return Failure("no whole answer within the worker's timeout (at most 120 s for a hello)")
-    # A user's function may call `requests`, which has exceptions of its own.
-    lost = (ConnectionError, requests.ConnectionError, exceptions.HTTPError)
-    unsent = (exceptions.NewConnectionError, exceptions.ConnectTimeoutError)
+    # A user's function may call `requests`, whose errors wrap the error that says what happened.
+    is_wrapper = isinstance(error, requests.RequestException) and error.args
+    cause = getattr(error.args[0], "reason", error) if is_wrapper else error
+    is_lost = isinstance(error, (requests.ConnectionError, exceptions.HTTPError, ConnectionError))
+    is_unresolved = isinstance(cause, exceptions.NameResolutionError)
+    # After EAI_AGAIN, the host may still exist: the name server was unavailable for the moment.
+    is_unknown_host = is_unresolved and cause.__cause__.errno != socket.EAI_AGAIN
+    is_unsent = isinstance(cause, (exceptions.NewConnectionError, exceptions.ConnectTimeoutError))
     return Failure(
-        f"{type(error).__name__}: {error}",
-        wait=0.0 if isinstance(error, lost) else None,
-        cost=0.0 if isinstance(error, unsent) else None,
+        f"{type(cause).__name__}: {cause}",
+        wait=0.0 if is_lost and not is_unknown_host else None,
+        cost=0.0 if is_unsent else None,
     )
 
 
