@@ -32,6 +32,7 @@ import urllib.parse
 import zlib
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.pool import ThreadPool
 
@@ -416,8 +417,12 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
 
     wait = None
     if (busy or is_broken) and not is_final:
-        is_number = re.fullmatch(r"\d+(\.\d+)?", retry_after)
-        wait = float(retry_after) if is_number else 0.0
+        wait = 0.0
+        with contextlib.suppress(ValueError):  # Ignore a text that is neither seconds nor a date.
+            if re.fullmatch(r"\d+(\.\d+)?", retry_after):
+                wait = float(retry_after)
+            else:
+                wait = max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
     # A provider that is busy or rejects the request charges nothing. A provider that breaks down,
     # or that reports an error with a status of success, may charge for the attempt.
     is_unpaid = response.status >= 300 and (busy or not is_broken)
@@ -1250,7 +1255,9 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 PARAMETERS = {
     "n": ("1", "1, as this server gives a single answer"),
     "tool_choice": ('"(none|auto)"', "none or auto, as this server makes no tool calls"),
+    "function_call": ('"(none|auto)"', "none or auto, as this server makes no function calls"),
     "response_format": (r'\{"type": "text"\}', "text, as this server has no other formats"),
+    "modalities": (r'\["text"\]', "text, as this server makes nothing else"),
     "logprobs": ("false", "false, as this server gives no log-probabilities"),
     "stream": ("true|false", "true or false"),
     "stop": (rf"{TEXT}|\[({TEXT}(, )?)*+\]", "a text or a list of texts"),

@@ -1704,10 +1704,12 @@ def question_of(words: list[str]) -> str:
 
     A word of letters only, such as `server`, is rather a misspelt command than a question.
     """
-    if not words and sys.stdin and not sys.stdin.isatty():
-        words = [sys.stdin.read()]
-    question = words[0].strip() if len(words) == 1 else ""
-    if not question or re.fullmatch("[A-Za-z]+", question):
+    question = ""
+    if len(words) == 1 and not re.fullmatch("[A-Za-z]+", words[0]):
+        question = words[0].strip()
+    elif not words and sys.stdin and not sys.stdin.isatty():
+        question = sys.stdin.read().strip()
+    if not question:
         raise ValueError(USAGE)
     return question
 

@@ -318,6 +318,8 @@ def test_another_machine_needs_the_key():
         ({"n": 2}, "n=2: expected 1, .*single answer"),
         ({"tools": [{}], "tool_choice": "required"}, "tool calls"),
         ({"tools": [{}], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool"),
+        ({"functions": [{}], "function_call": {"name": "f"}}, "function calls"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
         ({"response_format": {"type": "json_object"}}, "response_format=.*json_object"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "formats"),
         ({"logprobs": True}, "log-probabilities"),
