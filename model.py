@@ -10,6 +10,7 @@ completions that share a prompt. The command-line parser of all programs but wor
 too. Read sample.py next.
 """
 
+import argparse
 import difflib
 import functools
 import glob
@@ -955,110 +956,73 @@ def configure(settings, argv: list[str]) -> list[str]:
     """Set the fields of a dataclass from command-line flags; return the words that are not flags.
 
     `--lr=1e-3` and `--lr 1e-3` set the field `lr`; the text is converted to the type of the field's
-    current value. A bool is set by `--resume`, `--no-resume` or `--resume=false`. Words after `--`
-    are not flags. `--help` prints all flags and exits. An unknown flag or an invalid value prints a
-    line that names the flag and exits with status 2, before any setting is changed.
+    current value. A bool is set by `--resume` or `--no-resume`. Words after `--` are not flags.
+    `--help` prints the docstring of the module that defines the dataclass, and all flags, and
+    exits. An unknown flag or an invalid value prints a line that names the flag and exits with
+    status 2, before any setting is changed.
     """
-    values = {}
-    words = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        if word == "--":
-            words += rest
-            break
-        match = re.fullmatch(r"--?([A-Za-z][\w-]*)(?:=(.*))?", word, re.DOTALL)
-        if match is None:
-            words.append(word)
-            continue
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,
+        description=sys.modules[type(settings).__module__].__doc__,
+        formatter_class=ManualPage,
+        argument_default=argparse.SUPPRESS,  # so that flags that are not given set nothing
+        allow_abbrev=False,
+    )
+    parser.error = usage_error  # prints one line, where argparse would also list all flags
+    group = parser.add_argument_group("flags, with their defaults in brackets")
+    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    known = ["--help"]
+    for f in fields(settings):
+        default = getattr(settings, f.name)
+        if isinstance(default, bool):
+            shown = "on" if default else "off"
+            how = {"action": argparse.BooleanOptionalAction}
+        else:
+            shown = str(default).removeprefix(here)
+            convert, metavar = FLAG_TYPES[type(default)]
+            how = {"type": convert, "metavar": metavar}
+        text = f.metadata["help"].replace("%", "%%")
+        text += f" [{shown}]" if shown else ""
+        known += group.add_argument(f"--{f.name}", help=text, **how).option_strings
 
-        name, text = match.groups()
-        if word in ("-h", "--help"):
-            print(help_page(settings))
-            raise SystemExit(0)
-        if name.startswith("no-") and is_switch(settings, name[3:]) and text is None:
-            name = name[3:]
-            text = "false"
-        # A flag with a single dash is an error, too.
-        if name not in vars(settings) or word[:2] != "--":
-            usage_error(f"unknown flag {word}; did you mean {nearest_flag(settings, name)}?")
-        if text is None:
-            text = take_value(rest, is_switch(settings, name))
-        values[name] = parse_value(name, text, type(getattr(settings, name)))
-
-    vars(settings).update(values)
-    return words
-
-
-def is_switch(settings, name: str) -> bool:
-    return isinstance(getattr(settings, name, None), bool)
-
-
-def nearest_flag(settings, name: str) -> str:
-    """Return the flag whose spelling is closest to `name`, or --help if no flag is close."""
-    switches = [f"no-{known}" for known in vars(settings) if is_switch(settings, known)]
-    nearest = difflib.get_close_matches(name, [*vars(settings), *switches], n=1)
-    return f"--{nearest[0] if nearest else 'help'}"
+    end = argv.index("--") if "--" in argv else len(argv)
+    given, words = parser.parse_known_args(argv[:end])
+    for word in words:
+        if re.match(r"--?[A-Za-z][\w-]*(=|$)", word):  # "-3 + 4 = ?" is a word, not a flag
+            nearest = difflib.get_close_matches(word.partition("=")[0], known, n=1) or known
+            usage_error(f"unknown flag {word}; did you mean {nearest[0]}?")
+    vars(settings).update(vars(given))
+    return words + argv[end + 1 :]
 
 
-def take_value(rest: list[str], switch: bool) -> str | None:
-    """Remove a flag's value from `rest`, the words after the flag, and return the value.
+class ManualPage(argparse.RawDescriptionHelpFormatter):
+    """Lays out --help in at most 100 columns, and breaks no name, such as zero-shot, in two."""
 
-    A switch takes the next word only if that word is "true" or "false". Otherwise its value is
-    "true", and the next word stays in `rest`: in `workflow.py --examples show FILE`, "show" is
-    left. For any other flag, returns None if the next word is missing or looks like a flag.
-    """
-    if switch:
-        return rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
-    return rest.pop(0) if rest and not re.match("--?[A-Za-z]", rest[0]) else None
+    def __init__(self, prog: str):
+        width = min(100, shutil.get_terminal_size().columns)
+        super().__init__(prog, max_help_position=36, width=width)
+
+    def _split_lines(self, text, width):
+        return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-def parse_value(name: str, text: str | None, kind: type):
-    """Convert a flag's text to `kind` (bool, int, float or str), or exit with a usage error."""
-    if text is None:
-        usage_error(f"--{name} needs a value: --{name}=VALUE")
-    if kind is str:
-        return os.path.expanduser(text)  # A shell does not expand the ~ in --out=~/run.
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            usage_error(f"--{name} is true or false, not {text!r}")
-        return text.lower() == "true"
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan  # rejected below
-    if value != value or value in (math.inf, -math.inf):
-        usage_error(f"--{name} is {'a whole' if kind is int else 'a finite'} number, not {text!r}")
+def number(text: str) -> float:
+    """Return a flag's text as a float. Raises ValueError if it is not a finite number."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
     return value
+
+
+# Type of a flag -> (the function that converts its text, what --help calls its value)
+FLAG_TYPES = {
+    int: (int, "INTEGER"),
+    float: (number, "NUMBER"),
+    str: (os.path.expanduser, "TEXT"),  # A shell does not expand the ~ in --out=~/run.
+}
 
 
 def usage_error(message: str):
     """Print a message to stderr and exit with status 2."""
     print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
     raise SystemExit(2)
-
-
-def help_page(settings) -> str:
-    """Return the docstring of the module that defines the settings, then a table of the flags."""
-    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
-    rows = {}
-    for f in fields(settings):
-        default = getattr(settings, f.name)
-        text = f.metadata.get("help", "")
-        if isinstance(default, bool):
-            rows[f"--[no-]{f.name}"] = f"{text} [{'on' if default else 'off'}]"
-        else:
-            kind = {int: "INTEGER", float: "NUMBER", str: "TEXT"}[type(default)]
-            rows[f"--{f.name} {kind}"] = (
-                f"{text} [{str(default).removeprefix(here)}]" if default != "" else text
-            )
-
-    width = min(100, shutil.get_terminal_size().columns)
-    indent = max(map(len, rows)) + 4
-    after = " " * indent
-    lines = [sys.modules[type(settings).__module__].__doc__.rstrip()]
-    lines += ["", "Flags, as --flag=VALUE or --flag VALUE, with their defaults in brackets:", ""]
-    for name, text in rows.items():
-        first = f"  {name}".ljust(indent)
-        lines += textwrap.wrap(first + text, width, subsequent_indent=after, break_on_hyphens=False)
-    return "\n".join(lines)

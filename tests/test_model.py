@@ -864,18 +864,18 @@ def test_configure_types_values_by_their_fields():
     """Values get the field's type, the last value counts, and other words are returned in order."""
     settings = Settings()
     argv = ["a", "--steps=10", "--lr=3e-4", "--out=a=b", "--resume", "b c"]
-    argv += ["--verbose=False", "--steps=-4"]
+    argv += ["--no-verbose", "--steps=-4"]
     assert configure(settings, argv) == ["a", "b c"]
     assert settings == Settings(-4, 3e-4, out="a=b", resume=True, verbose=False)
-    assert configure(settings, ["--resume=false", "--verbose=TRUE", "--out=~", "--lr=2"]) == []
+    assert configure(settings, ["--no-resume", "--verbose", "--out=~", "--lr=2"]) == []
     assert settings == Settings(-4, 2.0, out=os.path.expanduser("~")) and type(settings.lr) is float
 
 
 def test_configure_takes_the_next_word_as_a_value():
     settings = Settings()
-    argv = ["a", "--lr", "-3e-4", "--out", "two words", "b", "--steps", "-4", "--init_from", ""]
+    argv = ["a", "--lr", "3e-4", "--out", "two words", "b", "--steps", "-4", "--init_from", ""]
     assert configure(settings, argv) == ["a", "b"]
-    assert settings == Settings(-4, -3e-4, out="two words")
+    assert settings == Settings(-4, 3e-4, out="two words")
 
 
 @pytest.mark.parametrize(
@@ -884,7 +884,6 @@ def test_configure_takes_the_next_word_as_a_value():
         (["--resume", "--no-verbose"], (True, False), []),
         (["--resume", "--no-resume"], (False, True), []),
         (["--no-resume", "--resume"], (True, True), []),
-        (["--resume", "false", "--verbose", "True"], (False, True), []),
         (["--resume", "a question", "false"], (True, True), ["a question", "false"]),
         (["--no-verbose", "true"], (False, False), ["true"]),
         (["-3 + 4 = ?", "--resume", "--what is this?", "-"], (True, True), None),
@@ -908,12 +907,13 @@ def test_help_is_a_page_of_flags_in_two_columns(columns, capsys, monkeypatch):
     page = out[len(__doc__.rstrip()) :].splitlines()
     assert max(map(len, page)) <= min(100, int(columns))
     rows = {line.split()[0]: line for line in page if line.startswith("  --")}
-    names = ["--steps", "--lr", "--init_from", "--out", "--[no-]resume", "--[no-]verbose"]
+    names = ["--steps", "--lr", "--init_from", "--out", "--resume,", "--verbose,"]
     assert [*rows] == names
     assert rows["--steps"].split() == ["--steps", "INTEGER", "optimizer", "steps", "[3]"]
     assert rows["--lr"].split()[-1] == "[0.001]" and "50% of" in rows["--lr"]
     assert rows["--init_from"].endswith("a checkpoint's folder")
-    assert rows["--[no-]resume"].endswith("[off]") and rows["--[no-]verbose"].endswith("[on]")
+    assert rows["--resume,"].split() == ["--resume,", "--no-resume", "continue", "[off]"]
+    assert rows["--verbose,"].endswith("[on]")
     wrapped = page[page.index(rows["--out"]) + 1]
     assert wrapped.index(wrapped.split()[0]) == rows["--out"].index("the folder")
 
@@ -928,14 +928,14 @@ def test_help_is_a_page_of_flags_in_two_columns(columns, capsys, monkeypatch):
         ("--init-from=x", "did you mean --init_from?"),
         ("-lr=1", "did you mean --lr?"),
         ("--zzzzz=1", "unknown flag --zzzzz=1; did you mean --help?"),
-        ("--steps=1.5", "--steps is a whole number, not '1.5'"),
-        ("--steps=nan", "--steps is a whole number, not 'nan'"),
-        ("--steps", "--steps needs a value: --steps=VALUE"),
-        ("--lr=fast", "--lr is a finite number, not 'fast'"),
-        ("--lr=nan", "--lr is a finite number, not 'nan'"),
-        ("--lr=-inf", "--lr is a finite number, not '-inf'"),
-        ("--lr=1e999", "--lr is a finite number, not '1e999'"),
-        ("--resume=maybe", "--resume is true or false, not 'maybe'"),
+        ("--steps=1.5", "argument --steps: invalid int value: '1.5'"),
+        ("--steps=nan", "argument --steps: invalid int value: 'nan'"),
+        ("--steps", "argument --steps: expected one argument"),
+        ("--lr=fast", "argument --lr: invalid number value: 'fast'"),
+        ("--lr=nan", "argument --lr: invalid number value: 'nan'"),
+        ("--lr=-inf", "argument --lr: invalid number value: '-inf'"),
+        ("--lr=1e999", "argument --lr: invalid number value: '1e999'"),
+        ("--resume=true", "argument --resume/--no-resume: ignored explicit argument 'true'"),
     ],
 )
 def test_configure_refuses_what_it_does_not_know(word, said, capsys):
@@ -957,7 +957,7 @@ def test_every_command_has_a_page_of_help(command, capsys):
     page = capsys.readouterr().out
     assert f"python {command}.py" in page and max(map(len, page.splitlines())) <= 100
     for f in dataclasses.fields(settings):
-        assert f.metadata["help"] and re.search(rf"(?m)^  --(\[no-\])?{f.name} ", page), f.name
+        assert f.metadata["help"] and re.search(rf"(?m)^  --{f.name}[ ,]", page), f.name
     benchmarks = [source.split("/")[0] for source in evaluation.SOURCES]
     choices = {"eval": [*evaluation.SYSTEMS, *benchmarks], "train": [*PRESETS]}
     said = {*re.split(r"[\s,;:\[\]]+", page)}
@@ -967,4 +967,4 @@ def test_every_command_has_a_page_of_help(command, capsys):
 def test_a_flag_is_not_the_value_of_the_flag_before_it(capsys):
     with pytest.raises(SystemExit):
         configure(Settings(), ["--out", "--resume"])
-    assert "--out needs a value" in capsys.readouterr().err
+    assert "--out: expected one argument" in capsys.readouterr().err

@@ -687,7 +687,7 @@ WRONG = {  # the words of a command line -> a part of the error message
     ("What is 6 * 7?", "--pool=today"): "--preset=own",
     ("What is 6 * 7?", "--extra_rounds=-1"): "--extra_rounds is at least 0",
     ("What is 6 * 7?", "--budget=-1"): "--budget is at least 0",
-    ("What is 6 * 7?", "--budget=nan"): "--budget is a finite number",
+    ("What is 6 * 7?", "--budget=nan"): "--budget: invalid number value: 'nan'",
     ("What is 6 * 7?", "--temperature=-0.5"): "--temperature is at least 0",
     ("serve", "--extra_rounds=-1"): "--extra_rounds is at least 0",
 }
