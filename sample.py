@@ -134,13 +134,11 @@ def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, i
     """
     device = model.device
     limit = 2 << 30  # bytes
-    itemsize = 4  # `cache` stores fp32 on a CPU
     if device.type == "cuda":
         limit = torch.cuda.get_device_properties(device).total_memory // 5
-        itemsize = model.lm_head.weight.itemsize
 
     channels = model.config.num_key_value_heads * model.config.head_dim
-    token = 2 * len(model.model.layers) * channels * itemsize  # bytes per token
+    token = 2 * len(model.model.layers) * channels * cache_dtype(model).itemsize  # bytes per token
     prompt = token * padded(longest, device)
     # A row also has fp32 logits. On a GPU, `draw` makes up to three more tensors of their size.
     row = token * padded(max_new_tokens, device) + 16 * model.config.vocab_size
@@ -170,20 +168,20 @@ def attend_shared(grid, place, layer_idx, q, k, v):
     prompt_kv = grid.prompt_kv[layer_idx]  # (2, Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][..., : grid.T, :]  # (2, N, Hkv, T, D)
     own_kv.index_copy_(3, place, torch.stack((k, v)).to(own_kv.dtype))
-    if triton and q.is_cuda:
-        return attend_in_kernels(q, prompt_kv, grid.prompt_length, own_kv, grid.t)
-    return attend_plainly(q, prompt_kv, own_kv, grid.mask[:, : grid.P + grid.T])
+    attend = attend_in_kernels if triton and q.is_cuda else attend_plainly
+    return attend(q, prompt_kv, grid.prompt_length, own_kv, grid.t)
 
 
-def attend_plainly(q, prompt_kv, own_kv, mask):
+def attend_plainly(q, prompt_kv, prompt_length, own_kv, t):
     """Compute in fp32 the attention of each query to its prompt and to its cell's own tokens.
 
     Args:
         q: (N, H, 1, D), the newest token's query in each of N = Q*R cells. Each group of G = H/Hkv
             heads shares keys and values.
         prompt_kv: Keys and values of the prompts, (2, Q, Hkv, P, D).
+        prompt_length: (Q), the number of tokens in each prompt, without padding.
         own_kv: Keys and values of the cells' own tokens, (2, N, Hkv, T, D).
-        mask: (Q, P + T), -inf for places that are padding or still empty, 0 for all others.
+        t: (1), the number of own tokens in every cell.
 
     Returns:
         (N, H, 1, D) in the dtype of q.
@@ -201,7 +199,9 @@ def attend_plainly(q, prompt_kv, own_kv, mask):
 
     # Take one softmax over the prompt and the cell's own tokens.
     scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
-    mask = mask[:, None, None, None, :]
+    place = torch.arange(scores.shape[-1], device=q.device)
+    is_filled = (place < prompt_length[:, None]) | ((place >= P) & (place < P + t))  # (Q, P + T)
+    mask = torch.where(is_filled, 0.0, -torch.inf)[:, None, None, None]
     scores = torch.add(mask, scores, alpha=D**-0.5)  # mask + scores / √D: (Q, Hkv, R, G, P + T)
     weights = scores.softmax(-1)
 
@@ -219,10 +219,7 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     the prompts, and shares each loaded key among up to 64 queries of a prompt's cells. The second
     launch attends to each cell's own tokens, and continues the first launch's softmax.
 
-    Args:
-        q, prompt_kv, own_kv: See attend_plainly.
-        prompt_length: (Q), the number of tokens in each prompt, without padding.
-        t: (1), the number of own tokens in every cell.
+    The arguments are those of attend_plainly.
     """
     N, H, _, D = q.shape
     Q, Hkv = prompt_kv.shape[1:3]
@@ -397,12 +394,7 @@ class Grid:
             self.rollouts = torch.arange(N)  # the index of each cell's rollout
             self.seeds = seeds.flatten().to(self.device)
             self.newest = torch.zeros(N, dtype=torch.long)  # the token that each cell drew last
-
-            # The mask is added to the scores. It is -inf for a prompt's padding and for places of
-            # own tokens that are still empty.
             self.prompt_length = torch.tensor([len(prompt) for prompt in prompts])  # (Q)
-            is_prompt = torch.arange(self.P + room) < self.prompt_length[:, None]
-            self.mask = torch.where(is_prompt, 0.0, -torch.inf)  # (Q, P + room)
         self.prompt_kv = cache(model, self.Q, self.P)
         self.own_kv = cache(model, N, room)
 
@@ -414,9 +406,8 @@ class Grid:
         self.prefill()
         max_new_tokens = self.tokens.shape[1]
         for count in range(1, max_new_tokens + 1):  # tokens that each cell has drawn
-            is_last = count == max_new_tokens
-            if count % CHECK == 0 or is_last:
-                yield from self.harvest(count, is_last)
+            if count % CHECK == 0 or count == max_new_tokens:
+                yield from self.harvest(count)
             if not self.running:
                 return
             if count % BUCKET[self.device.type] == 0:
@@ -487,7 +478,6 @@ class Grid:
         Everything happens in place and without waiting for the device, as a CUDA graph requires.
         """
         place = self.t - 1  # the newest token's place in the cache of each cell's own tokens
-        self.mask.index_fill_(1, self.P + place, 0.0)  # Make the newest token visible.
         positions = (self.prompt_length + place).repeat_interleave(self.R)[:, None]  # (N, 1)
         attend = partial(attend_shared, self, place)
         logits = self.model(self.newest[:, None], positions, attend)  # (N, 1, V)
@@ -504,12 +494,13 @@ class Grid:
         self.newest.copy_(token)
         self.t.add_(1)
 
-    def harvest(self, count: int, is_last: bool):
+    def harvest(self, count: int):
         """Yield what `run` yields, for the rollouts that ended since the last call.
 
-        If `is_last`, also yield the rollouts that have not ended, cut off after `count` tokens.
-        `count` is the number of tokens that each cell has drawn.
+        `count` is the number of tokens that each cell has drawn. If it is max_new_tokens, the
+        rollouts that have not ended are yielded as well, cut off.
         """
+        is_last = count == self.tokens.shape[1]
         lengths = self.lengths.tolist()
         ended = [i for i in self.running if is_last or lengths[i]]
         self.running = [i for i in self.running if not (is_last or lengths[i])]
@@ -528,11 +519,14 @@ def cache(model, rows: int, length: int) -> list:
     The tensors are filled with zeros, because uninitialised memory may hold NaNs, and a NaN stays a
     NaN when it is multiplied by a weight of 0.
     """
-    dtype = model.lm_head.weight.dtype
-    if model.device.type == "cpu":
-        dtype = torch.float32  # On a CPU, `causal` and `attend_plainly` compute in fp32.
     shape = (2, rows, model.config.num_key_value_heads, length, model.config.head_dim)
+    dtype = cache_dtype(model)
     return [torch.zeros(shape, dtype=dtype, device=model.device) for _ in model.model.layers]
+
+
+def cache_dtype(model) -> torch.dtype:
+    """Return the weights' dtype, or fp32 on a CPU, where attention computes in fp32."""
+    return torch.float32 if model.device.type == "cpu" else model.lm_head.weight.dtype
 
 
 def compact(grid: Grid):
@@ -555,7 +549,6 @@ def compact(grid: Grid):
         grid.seeds = grid.seeds[cells]
         grid.newest = grid.newest[cells]
         grid.prompt_length = grid.prompt_length[prompts]
-        grid.mask = grid.mask[prompts]
         for i, (prompt_kv, own_kv) in enumerate(zip(grid.prompt_kv, grid.own_kv)):
             prompt_kv[:, : len(prompts)] = prompt_kv[:, prompts]
             own_kv[:, : len(cells), :, : grid.T] = own_kv[:, cells, :, : grid.T]

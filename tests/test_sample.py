@@ -350,16 +350,9 @@ def test_attention_to_a_shared_prompt(shape, function, dtype):
             weights = (k @ q[row, head, 0].float() / math.sqrt(D)).softmax(0)
             expected[row, head, 0] = weights @ v
 
-    if function == "attend_plainly":
-        mask = torch.full((Q, P + T), -torch.inf)
-        for prompt, length in enumerate(lengths):
-            mask[prompt, :length] = 0
-        mask[:, P : P + t] = 0
-        y = sample.attend_plainly(q, prompt_kv, own_kv, mask)
-    else:
-        cached = torch.cat((own_kv, own_kv), 1)[:, : Q * R]  # strided, as after `compact`
-        length = torch.tensor(lengths)
-        y = sample.attend_in_kernels(q, prompt_kv, length, cached, torch.tensor([t]))
+    cached = torch.cat((own_kv, own_kv), 1)[:, : Q * R]  # strided, as after `compact`
+    attend = getattr(sample, function)
+    y = attend(q, prompt_kv, torch.tensor(lengths), cached, torch.tensor([t]))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     assert y.dtype == dtype
     torch.testing.assert_close(y.float(), expected, rtol=0, atol=tolerance)
