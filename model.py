@@ -892,7 +892,6 @@ def configure(settings, argv: list[str]) -> list[str]:
     )
     parser.error = usage_error  # prints one line, where argparse would also list all flags
     group = parser.add_argument_group("flags, with their defaults in brackets")
-    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
     known = ["--help"]
     for f in fields(settings):
         default = getattr(settings, f.name)
@@ -900,7 +899,7 @@ def configure(settings, argv: list[str]) -> list[str]:
             shown = "on" if default else "off"
             how = {"action": argparse.BooleanOptionalAction}
         else:
-            shown = str(default).removeprefix(here)
+            shown = str(default)
             convert, metavar = FLAG_TYPES[type(default)]
             how = {"type": convert, "metavar": metavar}
         text = f.metadata["help"].replace("%", "%%")
