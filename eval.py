@@ -135,11 +135,11 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
         problems = read_problems(f"{DATA}/{name}.jsonl")
     elif name in MIXES:
         parts = [load(part, "test", limit) for part in MIXES[name]]
-        problems = interleave(list(itertools.chain(*parts)), random.Random(0))
+        problems = interleave(list(itertools.chain(*parts)))
     elif f"{name}/{split}" in SOURCES:
         problems = benchmark(name, split, limit)
     else:
-        known = ", ".join(["laptop", *MIXES, *BENCHMARKS])
+        known = ", ".join(BENCHMARKS)
         raise ValueError(f"no problems {name!r} ({split}): there are {known}, files *.jsonl")
     return problems[:limit]
 
@@ -150,10 +150,10 @@ def laptop_problems(split: str) -> list[Problem]:
         Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
         for kind, question, answer in laptop_questions(split)
     ]
-    return interleave(problems, random.Random(0), repeat=True)
+    return interleave(problems, repeat=True)
 
 
-def interleave(problems: list[Problem], rng: random.Random, repeat: bool = False) -> list[Problem]:
+def interleave(problems: list[Problem], repeat: bool = False) -> list[Problem]:
     """Shuffle the problems of each kind, then alternate between the kinds: a, b, c, a, b, c, ….
 
     With `repeat`, smaller kinds start over until the largest kind is used up.
@@ -161,6 +161,7 @@ def interleave(problems: list[Problem], rng: random.Random, repeat: bool = False
     kinds = {}
     for problem in problems:
         kinds.setdefault(problem.kind, []).append(problem)
+    rng = random.Random(0)
     for group in kinds.values():
         rng.shuffle(group)
     largest = max(map(len, kinds.values()), default=0)
@@ -205,7 +206,7 @@ def split_of_file(file: str, split: str) -> list[Problem]:
     if len(problems) >= 20:
         is_test = split == "test"
         problems = [problem for i, problem in enumerate(problems) if (i % 5 == 4) == is_test]
-    return interleave(problems, random.Random(0))
+    return interleave(problems)
 
 
 def read_problems(file: str) -> list[Problem]:
@@ -703,9 +704,9 @@ def latency(rollout: Rollout) -> float:
     seconds = 0.0
     for one_round in rollout.rounds():
         ends = []
-        steps = one_round.workflow.steps if one_round.workflow else []
-        for step, reply in zip(steps, one_round.replies):
-            start = max([ends[i] for i in step.access], default=0.0)
+        for i, reply in enumerate(one_round.replies):
+            access = one_round.workflow.steps[i].access
+            start = max([ends[j] for j in access], default=0.0)
             ends.append(start + (reply.seconds if reply else 0.0))
         seconds += max(ends, default=0.0)
     return seconds
@@ -2357,8 +2358,6 @@ SOURCES = {
         gpqa_problem),
 }
 # fmt: on
-BENCHMARKS = [*dict.fromkeys(key.split("/")[0] for key in SOURCES)]
-
 
 # The training problems of the paper's run
 
@@ -2368,6 +2367,8 @@ MIXES = {
     # 350 of these 960 problems, with which the paper also trains further rounds (App. A.1)
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
+# The names that --benchmarks accepts
+BENCHMARKS = ["laptop", *MIXES, *dict.fromkeys(key.split("/")[0] for key in SOURCES)]
 CANDIDATES = 600  # `prepare` chooses from at most this many problems of each benchmark
 
 
@@ -2403,7 +2404,7 @@ def prepare(settings: "Settings"):
         for name, wanted in parts.items():
             problems += rng.sample(chosen[name], min(wanted, len(chosen[name])))
         with open(f"{DATA}/{mix}.jsonl", "w") as file:
-            for problem in interleave(problems, rng):
+            for problem in interleave(problems):
                 file.write(json.dumps(asdict(problem)) + "\n")
         print(f"{file.name}: {len(problems)} problems")
 
@@ -2887,8 +2888,7 @@ class Settings:
     )
     benchmarks: str = flag(
         "laptop",
-        f"comma-separated: any of laptop, {', '.join([*MIXES, *BENCHMARKS])}, or FILE.jsonl with "
-        "your own problems",
+        f"comma-separated: any of {', '.join(BENCHMARKS)}, or FILE.jsonl with your own problems",
     )
     checkpoint: str = flag(os.path.join(ASSETS, "laptop"), "the Conductor's folder")
     pool: str = flag(
