@@ -21,6 +21,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 
 import torch
@@ -656,7 +657,8 @@ class ChatTemplate:
     begin: str = ""  # the text before the first turn
     system: str = ""  # the default system message, used if a conversation has none
     opening: str = ""  # the text put at the start of the assistant's next answer
-    trim: bool = False  # whether whitespace around a message's content is dropped
+    clean: Callable = lambda role, content: content  # returns the content to put into `turn`
+    jinja_clean: str = "m['content']"  # what `clean` returns for a message m, in Jinja
 
     def answer(self) -> str:
         """Return the beginning of the assistant's next turn."""
@@ -666,11 +668,20 @@ class ChatTemplate:
         """Return the template in Jinja, for other programs that read tokenizer_config.json."""
         system = self.turn.format(role="system", content=self.system)
         if_missing = "{% if messages[0]['role'] != 'system' %}" + system + "{% endif %}"
-        content = "{{ m['content'] | trim }}" if self.trim else "{{ m['content'] }}"
-        turn = self.turn.format(role="{{ m['role'] }}", content=content)
+        turn = self.turn.format(role="{{ m['role'] }}", content="{{ " + self.jinja_clean + " }}")
         turns = "{% for m in messages %}" + turn + "{% endfor %}"
         answer = "{% if add_generation_prompt %}" + self.answer() + "{% endif %}"
         return self.begin + (if_missing if self.system else "") + turns + answer
+
+
+def without_thoughts(role: str, content: str) -> str:
+    """Return a message's content, without what an assistant wrote up to the last </think>.
+
+    Qwen3's template does the same in all turns before the last question.
+    """
+    if role == "assistant" and "</think>" in content:
+        return content.split("</think>")[-1].lstrip("\n")
+    return content
 
 
 CONTROL_TOKEN = r"(<\|\w+\|>)"
@@ -685,15 +696,20 @@ QWEN3_CHAT = ChatTemplate(
     CHATML,
     CHATML_ENDS,
     # After an empty thinking block, Qwen3 answers without thinking. The Instruct-2507 models get
-    # the block as well, although they never think. The official template also drops the thoughts of
-    # earlier answers; answers that are sampled with this one have none.
+    # the block as well, although they never think.
     opening="<think>\n\n</think>\n\n",
+    clean=without_thoughts,
+    jinja_clean=(
+        "m['content'].split('</think>')[-1].lstrip('\\n') if m['role'] == 'assistant'"
+        " and '</think>' in m['content'] else m['content']"
+    ),
 )
 LLAMA3_CHAT = ChatTemplate(
     "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
     ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
     begin="<|begin_of_text|>",
-    trim=True,
+    clean=lambda role, content: content.strip(),
+    jinja_clean="m['content'] | trim",
 )
 
 
@@ -738,6 +754,7 @@ class Tokenizer:
         self.template = find_template(bpe, model_type)
         self.ends = [end for end in self.template.ends if bpe.token_to_id(end) is not None]
         self.end_ids = [bpe.token_to_id(end) for end in self.ends]
+        self.start_id = bpe.token_to_id(re.findall(CONTROL_TOKEN, self.template.turn)[0])
         self.eos_id = self.end_ids[0]
         self.n_ids = 1 + max(bpe.get_vocab(with_added_tokens=True).values())
 
@@ -802,10 +819,8 @@ class Tokenizer:
             messages = [{"role": "system", "content": template.system}, *messages]
         ids = self.fill(template.begin)
         for message in messages:
-            content = message["content"]
-            if template.trim:
-                content = content.strip()
-            ids += self.fill(template.turn, message["role"], content)
+            role = message["role"]
+            ids += self.fill(template.turn, role, template.clean(role, message["content"]))
         return ids + self.fill(template.answer())
 
     def fill(self, template: str, role: str = "", content: str = "") -> list[int]:

@@ -695,9 +695,8 @@ OFFICIAL = {
     "qwen2": QWEN2_SYSTEM + "<|im_start|>user\n</think> a<|im_end|>\n"
     "<|im_start|>assistant\n<think>\nb\n</think>\n\nc<|im_end|>\n"
     "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n",
-    # with enable_thinking=False; the official template leaves out b, an earlier answer's thoughts
-    "qwen3": "<|im_start|>user\n</think> a<|im_end|>\n"
-    "<|im_start|>assistant\n<think>\nb\n</think>\n\nc<|im_end|>\n"
+    # with enable_thinking=False
+    "qwen3": "<|im_start|>user\n</think> a<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
     "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
     # the template of Llama 3; that of 3.1 adds a system message with dates
     "llama": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n</think> a<|eot_id|>"
@@ -729,10 +728,11 @@ def test_text_survives_the_round_trip_and_holds_no_control_token(text):
     tokenizer = Tokenizer(bpe())
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text == tokenizer.decode([*ids, *tokenizer.end_ids])
-    start_id = tokenizer.bpe.token_to_id("<|im_start|>")
-    assert not {start_id, *tokenizer.end_ids} & {*ids} and max(ids, default=0) < len(tokenizer)
+    assert not {tokenizer.start_id, *tokenizer.end_ids} & {*ids} and max(ids, default=0) < len(
+        tokenizer
+    )
     chat = tokenizer.chat(turns(("user", text)))
-    assert (chat.count(start_id), chat.count(tokenizer.eos_id)) == (3, 2)
+    assert (chat.count(tokenizer.start_id), chat.count(tokenizer.eos_id)) == (3, 2)
 
 
 def test_half_an_emoji_is_a_question_mark():
