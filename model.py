@@ -22,7 +22,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 import torch.nn as nn
@@ -487,7 +487,7 @@ class Qwen(nn.Module):
         """Load a checkpoint from a folder or from a repository on the Hugging Face hub.
 
         Args:
-            dtype: the dtype of the weights. LoRA matrices are always fp32.
+            dtype: the dtype of the weights; None: as in the file. LoRA matrices are always fp32.
             shard: if given, shard(model) applies FSDP to the empty model in place. Each rank then
                 keeps only its part of every tensor.
             lora_rank: if not 0, freeze the weights and add LoRA matrices of this rank (see
@@ -505,7 +505,7 @@ class Qwen(nn.Module):
         state = read_tensors(path)
         parameters = dict(model.named_parameters())
 
-        # The file of such a Llama has zero biases that the model lacks: drop them.
+        # A Qwen2 that was saved as a Llama has a zero bias in each o_proj: drop these biases.
         if is_llama_with_zero_bias(model.config):
             state = {name: p for name, p in state.items() if not name.endswith("o_proj.bias")}
 
@@ -534,13 +534,16 @@ class Qwen(nn.Module):
     def save_pretrained(self, path: str):
         """Write config.json and model.safetensors in Hugging Face's format.
 
-        LoRA matrices are merged into the weights. Each file is written under a temporary name and
-        then renamed, so a reader never sees half a file.
+        LoRA matrices are merged into the weights. If the folder has a tokenizer that is not Qwen's,
+        a Qwen2 model is written as a Llama (see `has_qwen_tokenizer`). Each file is written under a
+        temporary name and then renamed, so a reader never sees half a file.
         """
         os.makedirs(path, exist_ok=True)
         state = {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
         state = merge_lora(state)
         config = self.config
+        if config.model_type == "qwen2" and not has_qwen_tokenizer(path):
+            config = replace(config, model_type="llama")
         if is_llama_with_zero_bias(config):
             for i in range(config.num_hidden_layers):
                 bias = torch.zeros(config.hidden_size, dtype=self.lm_head.weight.dtype)
@@ -566,8 +569,8 @@ class Qwen(nn.Module):
 def is_llama_with_zero_bias(config: Config) -> bool:
     """Return whether o_proj has a bias in the checkpoint but not in the model.
 
-    In transformers, attention_bias also gives the o_proj of a Llama a bias. A Llama without this
-    bias, such as train.py's tiny Conductor, is written with a bias of zeros.
+    In transformers, attention_bias also gives the o_proj of a Llama a bias. The o_proj of a Qwen2
+    has no bias, so a bias of zeros is written when a Qwen2 is saved as a Llama.
     """
     is_llama = config.model_type == "llama"
     return is_llama and config.attention_bias and not config.attention_output_bias
@@ -777,9 +780,8 @@ class Tokenizer:
     def save_pretrained(self, path: str):
         """Write tokenizer.json and, for other programs, the chat template and the end tokens.
 
-        transformers 5 does not use the whole tokenizer.json of a model of type qwen2: it normalizes
-        and splits every text as Qwen2.5 does. A new model with a tokenizer of its own is better a
-        Llama, as train.py's TINY_CONFIG is.
+        If the folder already holds a Qwen2 and this tokenizer is not Qwen's, the model is saved
+        again, as a Llama (see `has_qwen_tokenizer`).
         """
         self.bpe.save(os.path.join(path, "tokenizer.json"))
         config = {
@@ -794,6 +796,12 @@ class Tokenizer:
         write_json(os.path.join(path, "tokenizer_config.json"), config)
         generation = {"eos_token_id": self.end_ids, "pad_token_id": self.end_ids[-1]}
         write_json(os.path.join(path, "generation_config.json"), generation)
+
+        # If the model was saved first, Qwen.save_pretrained assumed Qwen's tokenizer: correct that.
+        if os.path.exists(os.path.join(path, "model.safetensors")):
+            found = read_json(os.path.join(path, "config.json"))
+            if found.get("model_type") == "qwen2" and not has_qwen_tokenizer(path):
+                Qwen.from_pretrained(path, dtype=None).save_pretrained(path)
 
     def __len__(self) -> int:
         return self.n_ids
@@ -845,6 +853,29 @@ def check_ids(tokenizer: Tokenizer, config: Config):
             f"tokenizer.json has ids up to {len(tokenizer) - 1}, but the model's vocab_size is "
             f"{config.vocab_size}: they do not belong together"
         )
+
+
+# The regular expression in Qwen2.5's tokenizer.json that splits a text into words.
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def has_qwen_tokenizer(folder: str) -> bool:
+    """Return whether a folder's tokenizer.json prepares text as Qwen2.5's does, or is missing.
+
+    With model_type qwen2, transformers 5 reads only the vocabulary and the merges of tokenizer.json
+    and normalizes and splits text as Qwen2.5 does. For any other tokenizer, the ids would silently
+    be wrong, so the model is then saved with model_type llama.
+    """
+    file = os.path.join(folder, "tokenizer.json")
+    if not os.path.exists(file):
+        return True
+    found = read_json(file)
+    steps = (found.get("pre_tokenizer") or {}).get("pretokenizers") or [{}]
+    is_split_like_qwen = steps[0].get("pattern") == {"Regex": QWEN_WORDS}
+    return is_split_like_qwen and found.get("normalizer") == {"type": "NFC"}
 
 
 # ---- Files -------------------------------------------------------------------------------------

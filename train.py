@@ -764,10 +764,6 @@ TINY_CONFIG = Config(
     rope_theta=100.0,
     tie_word_embeddings=True,
     max_position_embeddings=1024,
-    # A Qwen2 in all but name: transformers 5 would not use the tokenizer of a model of type qwen2.
-    model_type="llama",
-    attention_bias=True,
-    attention_output_bias=False,
 )
 
 
