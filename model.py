@@ -924,10 +924,10 @@ def configure(settings, argv: list[str]) -> list[str]:
     """Set the fields of a dataclass from command-line flags; return the words that are not flags.
 
     `--lr=1e-3` and `--lr 1e-3` set the field `lr`; the text is converted to the type of the field's
-    current value. A bool is set by `--resume` or `--no-resume`. Words after `--` are not flags.
-    `--help` prints the docstring of the module that defines the dataclass, and all flags, and
-    exits. An unknown flag or an invalid value prints a line that names the flag and exits with
-    status 2, before any setting is changed.
+    current value. A bool is set by `--resume`, `--no-resume`, `--resume=true` or `--resume=false`.
+    Words after `--` are not flags. `--help` prints the docstring of the module that defines the
+    dataclass, and all flags, and exits. An unknown flag or an invalid value prints a line that
+    names the flag and exits with status 2, before any setting is changed.
     """
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,
@@ -939,11 +939,13 @@ def configure(settings, argv: list[str]) -> list[str]:
     parser.error = usage_error  # prints one line, where argparse would also list all flags
     group = parser.add_argument_group("flags, with their defaults in brackets")
     known = ["--help"]
+    switches = {}  # another spelling of a bool's flag -> argparse's
     for f in fields(settings):
         default = getattr(settings, f.name)
         if isinstance(default, bool):
             shown = "on" if default else "off"
             how = {"action": argparse.BooleanOptionalAction}
+            switches |= {f"--{f.name}=true": f"--{f.name}", f"--{f.name}=false": f"--no-{f.name}"}
         else:
             shown = str(default)
             convert, metavar = FLAG_TYPES[type(default)]
@@ -953,7 +955,8 @@ def configure(settings, argv: list[str]) -> list[str]:
         known += group.add_argument(f"--{f.name}", help=text, **how).option_strings
 
     end = argv.index("--") if "--" in argv else len(argv)
-    given, words = parser.parse_known_args(argv[:end])
+    flags = [switches.get(word.lower(), word) for word in argv[:end]]
+    given, words = parser.parse_known_args(flags)
     for word in words:
         if re.match(r"--?[A-Za-z][\w-]*(=|$)", word):  # "-3 + 4 = ?" is a word, not a flag
             nearest = difflib.get_close_matches(word.partition("=")[0], known, n=1) or known

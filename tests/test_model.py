@@ -838,7 +838,7 @@ def test_a_tokenizer_without_control_tokens_is_refused(tmp_path):
 @dataclasses.dataclass
 class Settings:
     steps: int = flag(3, "optimizer steps")
-    lr: float = flag(1e-3, "peak learning rate of AdamW, 50% of what it was")
+    lr: float = flag(1e-3, "peak learning rate of AdamW, 50% of before")
     init_from: str = flag("", "a checkpoint's folder")
     out: str = flag("out", "the folder to write to, which is made if it is not there yet, " * 3)
     resume: bool = flag(False, "continue")
@@ -868,6 +868,7 @@ def test_configure_takes_the_next_word_as_a_value():
     [
         (["--resume", "--no-verbose"], (True, False), []),
         (["--resume", "--no-resume"], (False, True), []),
+        (["--resume=True", "--verbose=false"], (True, False), []),
         (["--no-resume", "--resume"], (True, True), []),
         (["--resume", "a question", "false"], (True, True), ["a question", "false"]),
         (["--no-verbose", "true"], (False, False), ["true"]),
