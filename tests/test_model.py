@@ -921,7 +921,7 @@ def test_help_is_a_page_of_flags_in_two_columns(columns, capsys, monkeypatch):
         ("--lr=nan", "argument --lr: invalid number value: 'nan'"),
         ("--lr=-inf", "argument --lr: invalid number value: '-inf'"),
         ("--lr=1e999", "argument --lr: invalid number value: '1e999'"),
-        ("--resume=true", "argument --resume/--no-resume: ignored explicit argument 'true'"),
+        ("--resume=maybe", "argument --resume/--no-resume: ignored explicit argument 'maybe'"),
     ],
 )
 def test_configure_refuses_what_it_does_not_know(word, said, capsys):
