@@ -775,7 +775,7 @@ def best_worker(alone: dict[str, list[Rollout]]) -> str:
 
 
 def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
-    """Halve the problems; for each half, return the rollouts of the other half's best worker.
+    """Halve the problems; for each half, return its rollouts by the other half's best worker.
 
     If the same answers both choose a worker and measure its accuracy, that accuracy is partly luck.
     So the worker that is measured on one half is chosen on the other. A hash of a problem's id
@@ -988,8 +988,9 @@ def print_faults(name: str, rollouts: list[Rollout]):
     errors = [rollout.error for rollout in rollouts if rollout.error]
     if errors:
         print(f"{name}: {len(errors)} lost, the first by: {errors[0]}")
-    responses = [rollout.responses for rollout in rollouts if rollout.calls > 1]
-    if responses and all(len(set(texts)) == 1 for texts in responses):
+    responses = [[reply.text for reply in rollout.all_replies] for rollout in rollouts]
+    several = [texts for texts in responses if len(texts) > 1]
+    if several and all(len(set(texts)) == 1 for texts in several):
         print(f"{name} is degenerate: all calls for a question return the same")
 
 

@@ -398,7 +398,7 @@ def attend_in_turn(q, k, v, lengths: list[int], n_seen: list[int]):
     return torch.cat(y)
 
 
-HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # max logits in memory at a time
+HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # how many logits are in memory at a time
 
 
 def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_hidden=None):

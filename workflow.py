@@ -1372,8 +1372,8 @@ class Service:
     silence: float = 15.0  # seconds without an event before a stream sends a keep-alive comment
     run: str = ""  # the folder of the training run that the page shows
     # Yields a different rollout number for each request, so that a repeated question gets new
-    # samples. The numbers are 10 apart because `conduct` uses up to three, one for each of its
-    # tries.
+    # samples. A request uses up to three numbers in a row, one for each try in `conduct`; steps of
+    # 10 leave room for them.
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(step=10))
     conducting: Threads = field(default_factory=lambda: Threads(CONDUCTING))
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -409,6 +410,11 @@ def test_best_of_n_plays_last_and_says_where_a_vote_is_degenerate(capsys):
     text = capsys.readouterr().out
     assert "laptop/best-of-n is degenerate" in text
     assert text.index("\nworkers coder") < text.index("\nbest-of-n ") < text.index("\nbest-of-n:")
+
+    # Two rounds of one call each, with different responses, are not degenerate.
+    first, last = (Rollout("q", replies=[Reply(text, 1, 1, 0.0)]) for text in "ab")
+    evaluation.print_faults("two rounds", [replace(last, previous=first)])
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
