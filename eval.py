@@ -906,9 +906,11 @@ def compare_systems(settings: "Settings"):
     stop_if_lost([rollout for _, rollout in traces], pool)
     if settings.out:
         numbers_file, rollouts_file = files_of(settings.out)
-        with open(rollouts_file, "w") as file:
+        unfinished = f"{rollouts_file}.tmp"
+        with open(unfinished, "w") as file:
             for about, rollout in traces:
                 file.write(json.dumps(about | rollout_to_json(rollout)) + "\n")
+        os.replace(unfinished, rollouts_file)
         write_json(numbers_file, numbers)
 
 
@@ -2551,11 +2553,15 @@ def run_test(
         stack.callback(free_cores().put, core)
         # If you are root, run the program as an unprivileged user, a different one for each core.
         user = FIRST_USER + core if os.getuid() == 0 else None
-        command, folder = sandbox_command(), "/tmp"
         if SANDBOX == "none":
             command = []
-            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            folder = tempfile.mkdtemp()
+            # The program may nest folders more deeply than shutil.rmtree can follow.
+            stack.callback(subprocess.run, ["rm", "-rf", folder])
             os.chown(folder, user or -1, user or -1)
+        else:
+            command = sandbox_command()
+            folder = "/tmp"
 
         # Create the files that the process inherits.
         job = {

@@ -89,16 +89,18 @@ class Config:
         found = found | {"rope_type": rope.get("type", "default")} | rope
         refuse_unknown(file, found)
 
+        wanted = [f.name for f in fields(cls) if f.default is not None]
+        if found["rope_type"] == "llama3":
+            wanted += LLAMA3_ROPE
+        missing = [name for name in wanted if found.get(name) is None]
+        if missing:
+            raise ValueError(f"{file} does not say {', '.join(missing)}")
+
         # Keep only the settings that `stretch` uses, and rope_type for a saved config.json.
         found["rope_scaling"] = None
         if found["rope_type"] == "llama3":
             found["rope_scaling"] = {key: found[key] for key in ("rope_type", *LLAMA3_ROPE)}
-
-        values = {f.name: found[f.name] for f in fields(cls) if found.get(f.name) is not None}
-        missing = [f.name for f in fields(cls) if f.default is not None and f.name not in values]
-        if missing:
-            raise ValueError(f"{file} does not say {', '.join(missing)}")
-        return cls(**values)
+        return cls(**{f.name: found[f.name] for f in fields(cls) if f.name in found})
 
 
 def refuse_unknown(file: str, found: dict):

@@ -404,6 +404,16 @@ def test_the_two_files_of_out_differ_in_their_ending_alone(tmp_path, monkeypatch
     assert [row["system"] for row in rows] == ["workers coder"] * 3 + ["moa"] * 3
 
 
+def test_out_never_holds_half_a_file(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(evaluation, "rollout_to_json", fail)
+    with pytest.raises(OSError):
+        evaluation.compare_systems(Settings(systems="random", limit=1, out=f"{tmp_path}/ev"))
+    assert not {"ev.json", "ev.jsonl"} & {*os.listdir(tmp_path)}
+
+
 def test_best_of_n_plays_last_and_says_where_a_vote_is_degenerate(capsys):
     systems = "best-of-n,conductor,workers"
     evaluation.compare_systems(Settings(systems=systems, worker="coder", limit=9))

@@ -429,6 +429,7 @@ def test_a_tied_head_may_be_there(tmp_path):
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "RoPE scaling"),
         ({"use_sliding_window": True}, "sliding windows"),
         ({"rope_theta": None}, "does not say rope_theta"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "does not say low_freq_factor"),
         ({"num_attention_heads": 5}, "does not fit.*q_proj"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized, which is not implemented"),
         ({"hidden_size": 10**8}, "does not fit"),
