@@ -208,7 +208,7 @@ class Settings:
         "how much advantage a rollout loses for each dollar that it costs above the mean of its "
         "question's rollouts",
     )
-    iterations: int = flag(160, "number of iterations")
+    iterations: int = flag(120, "number of iterations")
     n_questions: int = flag(32, "number of questions in each iteration")
     ask_solved_probability: float = flag(
         0.1,
@@ -220,7 +220,7 @@ class Settings:
         4, "optimizer steps in each iteration, each on a part of every question's rollouts"
     )
     beta: float = flag(
-        0.2,
+        0.1,
         "weight of the KL to the reference policy; for each question, it is multiplied by the "
         "share of wrong answers",
     )
@@ -290,7 +290,7 @@ PAPER = dict(
 # Run the preset "pairs" first, because the presets made from TUNE continue from its Conductor.
 # Their KL is measured against the reference policy of "pairs", because that policy still tries all
 # workers, and workflows of all lengths.
-PAIRS = dict(pool="local:pairs", warm_steps=1000, warm_extensions=True)
+PAIRS = dict(pool="local:pairs", warm_steps=1000, warm_extensions=True, beta=0.2)
 TUNE = dict(
     PAIRS, init_from="out/pairs/checkpoint", warm_steps=0, iterations=120, lr=3e-4, beta=0.05
 )
@@ -299,6 +299,7 @@ PRESETS = {
     "small": dict(
         init_from="Qwen/Qwen2.5-0.5B-Instruct",
         max_steps=3,
+        iterations=160,
         n_questions=16,
         lr=5e-5,
         token_budget=4096,
@@ -318,7 +319,15 @@ PRESETS = {
     "pairs": dict(PAIRS, iterations=240),
     "pools": dict(TUNE, subset=4),
     "recursive": dict(TUNE, pool="local:tired", recursion=True),
-    "unseen": dict(notes=True, shuffle=True, subset=4, warm_steps=1600, max_new_tokens=112),
+    "unseen": dict(
+        notes=True,
+        shuffle=True,
+        subset=4,
+        warm_steps=1600,
+        max_new_tokens=112,
+        iterations=160,
+        beta=0.2,
+    ),
 }
 # If more than this share of a question's answers is wrong, its right rollouts are part of every
 # minibatch.
