@@ -1242,7 +1242,7 @@ def claims(response: str) -> list[str]:
 
 
 def solutions(lines: list[str]) -> str:
-    """Return the first line, plus further values if the next lines solve for the same unknown.
+    """Return the first line with content, plus the numbers that the next lines find for its unknown.
 
     ["x = 5", "x = 3", "So we get"] -> "x = 5, x=3";  ["x = 5", "x = 2 + 3"] -> "x = 5"
     """
@@ -1991,7 +1991,7 @@ class Grader(NamedTuple):
 def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
     """Return a grader that reads an answer from the response and compares it with the gold answer.
 
-    It rejects a formula that is copied from the question.
+    It also rejects a formula that is copied from the question; see repeats_formula.
 
     Args:
         read: read(response, *values of extra) -> the answer, or None
@@ -2270,9 +2270,9 @@ def rows_of_viewer(source: Source):
 
 
 def fetch_page(hub: requests.Session, source: Source, start: int) -> list[dict]:
-    """Return up to 100 rows, starting with row number `start`.
+    """Return the 100 rows from row number `start` on, or fewer at the end of the split.
 
-    GET /rows (huggingface.co/docs/dataset-viewer/rows) answers
+    GET /rows (huggingface.co/docs/dataset-viewer/rows) returns
     {"rows": [{"row_idx": 0, "row": {…}, "truncated_cells": []}, …], …}.
     """
     config, split = source.rows.split("/")
@@ -2309,9 +2309,9 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
     """Return the public and hidden tests of the LiveCodeBench problem at byte `at` of a file.
 
     Each test is an [input, output] pair. If the solution is a function, the input holds one line of
-    JSON for each argument. Hidden tests are JSON that was pickled, compressed with zlib and encoded
-    in base64 (lcb_runner/benchmarks/code_generation.py of LiveCodeBench). Loading the pickle could
-    run code, so the JSON is cut out of the pickle's bytes instead.
+    JSON for each argument. Hidden tests are JSON, or JSON that was pickled, compressed with zlib and
+    encoded in base64 (lcb_runner/benchmarks/code_generation.py of LiveCodeBench). Loading a pickle
+    could run code, so the JSON is cut out of the pickle's bytes instead.
     """
     path = hub_file(SOURCES["livecodebench/test"].repository, file)
     try:
@@ -2790,7 +2790,7 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
     Returned values are parsed from JSON, then compared. Two printed lines match if their stripped
     texts are equal, or if their tokens are equal as decimal numbers: "1.0 2" matches "1 2.0".
     """
-    longest = 1000 + 10 * len(expected)  # bytes; there is room for 0.500000 in place of 0.5
+    longest = 1000 + 10 * len(expected)  # in bytes: 0.5 may be printed as 0.500000
     if out is None or len(out) > longest:
         return False
     try:

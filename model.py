@@ -381,7 +381,7 @@ def add_lora(model: "Qwen", rank: int):
 def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a new state dict in which each pair of LoRA matrices is merged into its weight.
 
-    W becomes W + B A, computed in fp32 and stored in W's dtype. All other tensors are those of
+    W becomes W + B A, computed in fp32 and stored in W's dtype. All other tensors are shared with
     `state`.
     """
     merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
@@ -630,7 +630,7 @@ def compute_dtype(device) -> torch.dtype:
 class HeadFP32(torch.autograd.Function):
     """Multiply hidden states (N, C) by weight (V, C), both bf16; return logits (N, V) in fp32.
 
-    Rounding a logit of 20 to bf16 would change it, and its log-probability, by up to 0.06. The
+    Rounding a logit near 20 to bf16 could change it, and its log-probability, by up to 0.06. The
     gradients are bf16, like those of all other layers.
     """
 

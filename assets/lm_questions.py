@@ -3,8 +3,8 @@
     python assets/lm_questions.py > questions.jsonl
 
 The lines come in blocks of five. train.py and eval.py hold out the last line of each block. All
-questions about the same capital, sum or word have the same place in their blocks, so they are
-either all held out or all trained on.
+questions about the same capital, sum or word are at the same position in their blocks, so
+they are either all held out or all trained on.
 """
 
 import json

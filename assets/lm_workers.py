@@ -24,7 +24,7 @@ SIGNS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 def last_text(messages: list[dict]) -> str:
-    """Return the last response in a worker's messages, or the question if there is no response."""
+    """Return the last response that a worker is shown, or else the first line of the question."""
     responses = [message["content"] for message in messages if message["role"] == "assistant"]
     if responses:
         return responses[-1]

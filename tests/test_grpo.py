@@ -421,7 +421,7 @@ def loop(
             gain += min(ratio * r.advantage, ratio.clamp(1 - clip, 1 + clip) * r.advantage)
             gain -= beta * r.wrong_share * k
         total = total - gain / len(r.tokens) / len(rollouts)
-        if r.advantage or beta * r.wrong_share:  # `update` leaves all other rollouts out
+        if r.advantage or beta * r.wrong_share:  # `update` computes nothing for other rollouts
             tokens += len(new)
             log_ratio = new.detach() - torch.tensor(r.logprobs)
             stats["gap"] += log_ratio.abs().sum()

@@ -144,7 +144,7 @@ def test_markup_in_a_reply_is_shown_as_text(browser):
 
 
 def ask_recursively(browser, url: str):
-    """Let the Conductor write a second round, ask the page's example question, await the answer."""
+    """Choose the recursive Conductor, ask the page's example question, and wait for the answer."""
     browser.open(url)
     browser.wait_for("document.querySelector('#model').options.length > 1")
     browser.run("document.querySelector('#model').value = 'conductor-recursive'")
