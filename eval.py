@@ -1242,7 +1242,7 @@ def claims(response: str) -> list[str]:
 
 
 def solutions(lines: list[str]) -> str:
-    """Return the first line with content, plus the numbers that the next lines find for its unknown.
+    """Return the first line with content, plus values that the next lines give for its unknown.
 
     ["x = 5", "x = 3", "So we get"] -> "x = 5, x=3";  ["x = 5", "x = 2 + 3"] -> "x = 5"
     """
@@ -2309,9 +2309,9 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
     """Return the public and hidden tests of the LiveCodeBench problem at byte `at` of a file.
 
     Each test is an [input, output] pair. If the solution is a function, the input holds one line of
-    JSON for each argument. Hidden tests are JSON, or JSON that was pickled, compressed with zlib and
-    encoded in base64 (lcb_runner/benchmarks/code_generation.py of LiveCodeBench). Loading a pickle
-    could run code, so the JSON is cut out of the pickle's bytes instead.
+    JSON for each argument. Hidden tests are JSON, or JSON that was pickled, compressed with zlib
+    and encoded in base64 (lcb_runner/benchmarks/code_generation.py of LiveCodeBench). Loading a
+    pickle could run code, so the JSON is cut out of the pickle's bytes instead.
     """
     path = hub_file(SOURCES["livecodebench/test"].repository, file)
     try:
