@@ -74,8 +74,8 @@ def set_advantages(questions: list[list[list[Rollout]]], cost_weight=0.0):
     A trajectory is a list of one rollout or, with recursion (§3.2), of a first round and the second
     round that continues it. All rounds of a trajectory get its advantage. If two trajectories of a
     question have the rewards [1, 0.5] and [0, 1], the sums are 0.25 + 0.5 and 0 + 1, because a
-    first round counts a quarter, and the advantages are -1 and 1. Where no question has a second
-    round, the quarter has no effect, because Eq. 2 divides by std.
+    first round counts a quarter, and the advantages are -1 and 1. If none of a question's
+    trajectories has a second round, the quarter has no effect, because Eq. 2 divides by std.
 
     Args:
         questions: For each question, its trajectories. If the reward of a round is None, the
@@ -112,9 +112,10 @@ def trajectory_reward(rounds: list[Rollout]) -> float | None:
 
 
 def set_wrong_shares(groups: list[list[Rollout]]):
-    """Set the `wrong_share` of every rollout: the share of wrong answers in its group.
+    """Set the `wrong_share` of every rollout: the share of its group's rollouts that are wrong.
 
-    Rollouts without a reward do not count. If a group has no others, the share is 1.
+    A rollout without a workflow counts as wrong, and one without a reward does not count. If no
+    rollout of the group has a reward, the share is 1.
     """
     for group in groups:
         known = [rollout for rollout in group if rollout.reward is not None]
@@ -218,9 +219,9 @@ def update(
         max_grad_norm: A gradient with a larger norm is scaled down to this norm.
 
     Returns:
-        {name: number}: the mean of each of STATISTICS over all ranks' tokens that have a gradient
-        (None if no token has one), grad_norm before clipping, and skipped, which is 1 if the step
-        was skipped and 0 otherwise.
+        {name: number}: the mean of each of STATISTICS over the tokens of all ranks' rollouts that
+        have an advantage or a KL term (None if none has), grad_norm before clipping, and skipped,
+        which is 1 if the step was skipped and 0 otherwise.
     """
     # Rollouts with neither an advantage nor a KL term have no gradient. They still count in the
     # mean, which divides by the number of all rollouts.
@@ -229,7 +230,7 @@ def update(
     batches = micro_batches(with_gradient, token_budget)
 
     # FSDP gathers weights in every forward pass, so all ranks must run the same number of passes.
-    # A rank that has no batch left runs a dummy token, whose loss is an empty sum.
+    # A rank that has no batch left runs a dummy rollout, whose loss is an empty sum.
     world = dist.get_world_size() if dist.is_initialized() else 1
     [n_rollouts] = all_reduce([len(rollouts)], device)
     [most_batches] = all_reduce([len(batches)], device, dist.ReduceOp.MAX)
@@ -242,7 +243,7 @@ def update(
         new, kl = packed_logprobs(
             model, by_prompt(batch), temperature, n_ids, reference if beta else None
         )
-        # An empty batch was packed as one dummy token: drop it.
+        # An empty batch was packed as a dummy rollout of one token: drop this token.
         new, kl = new[: len(old)], kl[: len(old)]
         per_token = surrogate(new, old, advantage, clip) - kl_weight * kl
         objective = (per_token * scale).sum()
@@ -258,7 +259,7 @@ def update(
 
 
 def token_columns(batch: list[Rollout], beta: float, n_rollouts: float, device):
-    """Return a tensor (4, N) of what Eq. 1 needs for each token of a batch, apart from log π.
+    """Return a tensor (4, N) of what Eq. 1 needs for each token, apart from log π and the KL.
 
     The four rows are log π_old, the advantage, the weight of the KL, and the weight of the token in
     the mean over rollouts and their tokens. `n_rollouts` counts the rollouts of all ranks.
@@ -398,7 +399,7 @@ def attend_in_turn(q, k, v, lengths: list[int], n_seen: list[int]):
     return torch.cat(y)
 
 
-HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # how many logits are in memory at a time
+HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # how many logits are computed at a time
 
 
 def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_hidden=None):
@@ -428,7 +429,7 @@ def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_h
 
 
 def all_logprobs(policy: Qwen, hidden, temperature, n_ids):
-    """Return log π of all ids below n_ids: hidden states (n, C) -> (n, n_ids) in fp32."""
+    """Return log π of all ids (below n_ids, if given): hidden (n, C) -> (n, ids) in fp32."""
     logits = policy.logits(hidden)[:, :n_ids]
     if temperature != 1:
         logits = logits / temperature
@@ -439,7 +440,7 @@ def all_logprobs(policy: Qwen, hidden, temperature, n_ids):
 
 
 def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollout]]:
-    """Split rollouts into batches of at most `token_budget` tokens.
+    """Split rollouts into batches of at most `token_budget` tokens, not counting the first prompt.
 
     A rollout that exceeds the budget is a batch by itself. Rollouts are sorted by prompt, because a
     batch computes each prompt only once, and then by length, because attend_in_turn computes
@@ -462,7 +463,10 @@ def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollo
 
 
 def by_prompt(batch: list[Rollout]):
-    """Return a batch as groups [(prompt, completions)]. An empty batch becomes one dummy token."""
+    """Return a batch as groups [(prompt, completions)].
+
+    An empty batch becomes a dummy group: a prompt and a completion of one token each.
+    """
     if not batch:
         return [([0], [[0]])]
     groups = itertools.groupby(batch, lambda rollout: rollout.prompt_ids)

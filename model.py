@@ -6,8 +6,8 @@ differences.
 
 Parameters have the same names as in Hugging Face's checkpoints. Attention is a function, `attend`,
 that a caller can replace: sample.py passes a function with a KV cache, and grpo.py passes one for
-completions that share a prompt. The command-line parser of all programs but workers.py is here,
-too. Read sample.py next.
+completions that share a prompt. The command-line parser of sample.py, workflow.py, eval.py and
+train.py is here, too. Read sample.py next.
 """
 
 import argparse
@@ -76,8 +76,8 @@ class Config:
     def from_pretrained(cls, path: str) -> "Config":
         """Read config.json from a folder or from a repository on the Hugging Face hub.
 
-        Raises ValueError, naming the file, if a value is missing or the model is not supported.
-        A wrong shape is found later: the weights do not fit it.
+        Raises ValueError, naming the file, if it is damaged, if a value is missing, or if the model
+        is not supported. Sizes are not checked here, but when the weights are loaded.
         """
         file = os.path.join(fetch(path, "config.json"), "config.json")
         found = read_json(file)
@@ -199,6 +199,7 @@ def normalize(x, weight, eps: float):
 
     As in transformers, x is normalized in fp32, rounded to its dtype, and then multiplied by the
     weight (C). If F.rms_norm were given the weight, it would round only after the multiplication.
+    A compiled kernel may skip the first rounding.
     """
     return weight * F.rms_norm(x, weight.shape, eps=eps)
 
@@ -680,9 +681,10 @@ class ChatTemplate:
 
 
 def without_thoughts(role: str, content: str) -> str:
-    """Return a message's content, without what an assistant wrote up to the last </think>.
+    """Return a message's content, without an assistant's thoughts.
 
-    Qwen3's template does the same in all turns before the last question.
+    The thoughts are all text up to the last </think>, and the newlines after it. Qwen3's template
+    drops them in all turns before the last question.
     """
     if role == "assistant" and "</think>" in content:
         return content.split("</think>")[-1].lstrip("\n")
@@ -768,7 +770,8 @@ class Tokenizer:
         """Read tokenizer.json from a folder or from a repository on the Hugging Face hub.
 
         config.json, if it exists, decides between the chat templates of Qwen2.5 and Qwen3. Raises
-        ValueError, naming the file, if a file is damaged or no chat template fits.
+        ValueError, naming the file, if a file is damaged, if the folder has no tokenizer.json, or
+        if no chat template fits.
         """
         folder = fetch(path, "tokenizer.json", "config.json")
         file = os.path.join(folder, "tokenizer.json")
@@ -901,7 +904,7 @@ def fetch(name: str, *patterns: str) -> str:
 
 
 def read_json(file: str) -> dict:
-    """Read a file that holds a JSON object. Raises ValueError, naming the file, if it does not."""
+    """Read a JSON file as a dict. Raises ValueError, naming the file, if its text makes no dict."""
     with open(file, encoding="utf-8") as f:
         try:
             return dict(json.load(f))
@@ -938,7 +941,7 @@ def configure(settings, argv: list[str]) -> list[str]:
         argument_default=argparse.SUPPRESS,  # so that flags that are not given set nothing
         allow_abbrev=False,
     )
-    parser.error = usage_error  # prints one line, where argparse would also list all flags
+    parser.error = usage_error  # so that argparse's errors look like those found below
     group = parser.add_argument_group("flags, with their defaults in brackets")
     known = ["--help"]
     switches = {}  # another spelling of a bool's flag -> argparse's

@@ -93,8 +93,9 @@ def generate_each(
             None: 0 … n-1. If several ranks sample a prompt, each with some of the numbers, their
             rollouts together are those that a single rank would sample with all of the numbers.
 
-    Raises ValueError if a prompt is empty or longer than the model's context, if n, max_new_tokens
-    or temperature is out of range, or if the logits of a prompt are not finite.
+    Raises ValueError if there are no prompts, if a prompt is empty or longer than the model's
+    context, if n, max_new_tokens or temperature is out of range, or if the logits of a prompt are
+    not finite.
     """
     if (
         not prompts
@@ -129,8 +130,8 @@ def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, i
     """Return (Q, R): how many prompts a grid holds, and how many of each prompt's n rollouts.
 
     Unless a single rollout needs more, a grid's keys and values, its logits, and what `draw`
-    computes from them take at most a fifth of the GPU's memory: on a 24 GB card, this leaves room
-    for a 7B model in bf16. On a CPU, the limit is 2 GiB.
+    computes from them take about a fifth of the GPU's memory at most: on a 24 GB card, this leaves
+    room for a 7B model in bf16. On a CPU, the limit is about 2 GiB.
     """
     device = model.device
     limit = 2 << 30  # bytes
@@ -229,9 +230,9 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     prompt_y = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     prompt_lse = torch.empty(N, H, dtype=torch.float32, device=q.device)
 
-    # A tile of keys takes at most 16 KB in bf16 and 8 KB in fp32, so that the kernel fits into
-    # shared memory: with up to 128 channels, it needs 88 KB (112 KB on Hopper). GPUs that compute
-    # in bf16 have at least 99 KB (Hopper 227 KB).
+    # With up to 128 channels, a tile of keys takes at most 16 KB in bf16 and 8 KB in fp32, so that
+    # the kernel fits into shared memory: it needs 88 KB (112 KB on Hopper). GPUs that compute in
+    # bf16 have at least 99 KB (Hopper 227 KB).
     D_PADDED = max(16, triton.next_power_of_2(D))
     tile = 8192 if q.element_size() == 2 else 2048  # elements per tile
 
@@ -530,7 +531,7 @@ def cache_dtype(model) -> torch.dtype:
 
 
 def compact(grid: Grid):
-    """Drop finished cells, and let the next steps attend to BUCKET more places of each cell.
+    """Drop finished cells, and let the next steps attend to up to BUCKET more places of each cell.
 
     Prompts whose rollouts have all finished are dropped. All others are cut to R' cells each, where
     R' is the largest number of running rollouts of any prompt, so some finished rollouts may keep

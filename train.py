@@ -13,7 +13,7 @@ A run writes these files into --out:
 
     settings.json      all flags
     metrics.jsonl      one line per iteration
-    traces/            every rollout, with its workers' replies
+    traces/            every training rollout, with its workers' replies
     replies            workers' replies; --resume reuses them, so each is paid for only once. Most
                        replies in the laptop world are not kept, because they cost nothing
     checkpoints/       the Conductor, saved every --save_every iterations and at the end; the newest
@@ -213,7 +213,7 @@ class Settings:
     ask_solved_probability: float = flag(
         0.1,
         "probability of asking a randomly drawn question if the Conductor always answers its kind "
-        "correctly; 1: do not draw questions, but ask all of them in the order of the data",
+        "correctly; 1: do not draw questions, but ask them in the order of the data",
     )
     n_rollouts: int = flag(16, "number of rollouts of each question")
     minibatches: int = flag(
@@ -235,8 +235,8 @@ class Settings:
     )
     lora_rank: int = flag(
         0,
-        "freeze the model and train LoRA matrices of this rank, with ten times the preset's "
-        "learning rate; 0: train all weights",
+        "freeze the model and train LoRA matrices of this rank, by default with ten times the "
+        "preset's learning rate; 0: train all weights",
     )
     token_budget: int = flag(
         8192, "maximum number of tokens in a micro-batch, not counting its first prompt"
@@ -332,7 +332,7 @@ PRESETS = {
 # If more than this share of a question's answers is wrong, its right rollouts are part of every
 # minibatch.
 RARELY_RIGHT = 0.8
-# The number of held-out problems on which each checkpoint but the last is measured.
+# The maximum number of held-out problems on which a checkpoint before the last is measured.
 N_TEST_AT_CHECKPOINT = 72
 
 
@@ -671,7 +671,7 @@ def own_reward(rollout: Rollout, function: str) -> float:
 
 
 def trajectories(groups: Groups) -> list[Groups]:
-    """Return each question's trajectories: first rounds, each with the round that continues it."""
+    """Return each question's trajectories: first rounds, each with its second round, if any."""
     questions = {}  # call_prefix -> {number: the rounds with this number}
     for r in itertools.chain(*groups):
         questions.setdefault(r.call_prefix, {}).setdefault(r.number, []).append(r)
@@ -758,8 +758,8 @@ def my_share(rollouts: list[Rollout]) -> list[Rollout]:
 
 # ---- The tiny Conductor, and the warm start that teaches the format -----------------------------
 
-# A model with fewer parameters than this computes in fp32. Unless --device says otherwise, it runs
-# on a CPU.
+# A model with fewer parameters than this computes in fp32. Unless --device says otherwise, it is
+# trained on a CPU if it is new or in a local folder.
 TINY = 10_000_000
 # A model with fewer parameters than this is gathered by FSDP all at once instead of layer by layer.
 SMALL = 300_000_000
@@ -781,7 +781,7 @@ def tiny_conductor(
 ) -> tuple[Qwen, Tokenizer]:
     """Return a new model of about half a million parameters, and a tokenizer of up to 900 tokens.
 
-    The tokenizer is a byte-level BPE, which is trained here on lessons of the warm start.
+    The tokenizer is a byte-level BPE, which is trained here on lessons like the warm start's.
     """
     rng = random.Random(settings.seed)
     texts = []
@@ -828,10 +828,10 @@ def random_lesson(
         settings: With warm_extensions, the chat allows a random subset of the workers, and a fifth
             of the lessons are second rounds: the chat continues with a first workflow and its
             response, and the answer is either a new workflow or empty lists, which keep that
-            response. With shuffle, the lesson's pool is a random part of the workers, numbered in
-            random order. With notes, the plan also names each step's worker by the last word of the
-            worker's note and the worker's number: "Use translator3, coder0". This teaches the model
-            to look up the number that belongs to a note.
+            response. With shuffle, the lesson's pool is a random subset of at least `subset`
+            workers (0: all), numbered in random order. With notes, the plan also names each step's
+            worker by the last word of the worker's note and the worker's number: "Use translator3,
+            coder0". This teaches the model to look up the number that belongs to a note.
     """
     phrases = evaluation.phrases_for(problem)
     if settings.shuffle:
@@ -1028,14 +1028,15 @@ def load_start(
         )
         return model, Tokenizer.from_pretrained(start)
 
-    on_rank0(lambda: fetch(weights, "*.json", "*.safetensors"))  # so that only one rank downloads
+    on_rank0(lambda: fetch(weights, "*.json", "*.safetensors"))  # so that not all ranks download
     return on_all_ranks(load)
 
 
 def open_pool(settings: Settings) -> list:
-    """Return the workers, with access to the replies on disk and this rank's part of the budget.
+    """Return the workers, with this rank's part of the budget.
 
-    Each rank starts its own process for the workers of the laptop world.
+    They reuse the replies on disk, if the run keeps any. Each rank starts its own process for the
+    workers of the laptop world.
     """
     is_kept = settings.share_replies or settings.pool not in LOCAL  # local replies cost nothing
     return load_pool(
@@ -1053,8 +1054,8 @@ def load_reference(run: Run, settings: Settings, is_new: bool) -> Qwen:
     """Return the reference policy, against which the KL is measured.
 
     The reference is the policy before the first iteration, which a new run writes to
-    --out/reference. A run that starts from another run's Conductor uses that run's reference, if
-    there is one.
+    --out/reference. A run that starts from another run's `checkpoint` link uses that run's
+    reference, if there is one.
     """
     folder = Path(settings.out, "reference")
     earlier = Path(settings.init_from).parent / "reference"
@@ -1108,7 +1109,8 @@ def check_longest_prompt(run: Run):
     """End the program if the model's context is too short for the longest question.
 
     The context must hold the question's whole prompt and max_new_tokens more. The question with the
-    most bytes counts as the longest, because counting all questions' tokens would take seconds.
+    most bytes counts as the longest, because counting all questions' tokens would take seconds. The
+    longer prompts of second rounds are not checked.
     """
     questions = [problem.question for problem in run.problems + run.test]
     longest = max(questions, key=lambda question: len(question.encode()))
@@ -1353,7 +1355,7 @@ def check_money(settings: Settings, entries: list[dict], n_test: int):
 
 
 def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
-    """Estimate a process's peak memory in bytes, without what torch itself needs.
+    """Estimate the peak memory of a process on its device, in bytes, without torch's own needs.
 
     Args:
         recompute: Whether the backward pass computes activations again, so that only those of one
@@ -1562,7 +1564,7 @@ def count_parameters(config: Config, lora_rank: int = 0) -> int:
 
 
 def dtype_for(config: Config, device) -> torch.dtype:
-    """Return the dtype that a model computes in. While being trained, weights are kept in fp32."""
+    """Return the dtype that a model computes in. The weights that are trained are kept in fp32."""
     return torch.float32 if count_parameters(config) < TINY else compute_dtype(device)
 
 
@@ -2254,8 +2256,9 @@ def interrupted(settings: Settings):
 def main(argv: list[str]):
     """Run the command line.
 
-    The exit status is 0 if the run is complete, 1 if it was refused or has stopped early, 2 if the
-    command line is wrong, and 130 after Ctrl-C. torchrun turns every nonzero status into 1.
+    The exit status is 0 if the run is complete or a dry run finds nothing missing, 1 if the run was
+    refused or has stopped early, 2 if the command line is wrong, and 130 after Ctrl-C. torchrun
+    turns every nonzero status into 1.
     """
     settings = read_command(argv)
     own_store = dict(store=dist.HashStore(), rank=0, world_size=1)  # for a run without torchrun

@@ -145,8 +145,8 @@ def rounds_of(rewards):
 def test_a_first_round_and_the_second_that_continues_it_share_an_advantage():
     """The reward of a trajectory is a quarter of the first round's plus the second round's (§3.2).
 
-    If any round is lost, the whole trajectory is. A trajectory may have no second round, and the
-    quarter then changes nothing.
+    If any round is lost, the whole trajectory is. A trajectory may have no second round. If none of
+    a question's trajectories has one, the quarter changes nothing.
     """
     questions = [
         [rounds_of([1.0, 0.5]), rounds_of([0.0, 1.0]), rounds_of([1.0, None])],  # 0.75, 1
@@ -609,7 +609,10 @@ def shard(model):
 
 
 def one_rank(rank, folder):
-    """Take part in all of RUNS on 3, 2 and 1 ranks, and save this rank's outcomes in the folder."""
+    """Do all of RUNS on 3, 2 and 1 ranks, and save this rank's outcomes in the folder.
+
+    A rank takes part if its number is below the number of ranks.
+    """
     for world in (3, 2, 1):
         if rank < world:
             store, patience = f"file://{folder}/store{world}", datetime.timedelta(seconds=120)

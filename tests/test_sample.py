@@ -167,7 +167,7 @@ def test_frequencies_fit_a_plain_sampler(settings):
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_ids_beyond_the_tokenizer_never_appear(temperature):
-    """Ids that the tokenizer lacks are not drawn, even if they are the most probable ones."""
+    """With n_ids, ids that the tokenizer lacks are not drawn, even if they are the likeliest."""
     model, prompts = tiny(tie_word_embeddings=False), make(5, 1, vocab=30)
     with torch.no_grad():
         model.lm_head.weight[30:] *= 8

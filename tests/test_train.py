@@ -703,7 +703,7 @@ def two_gpus(monkeypatch):
 @pytest.mark.parametrize(
     "flags, low, high",
     [
-        ([], 70, 77),  # the paper's run
+        ([], 70, 77),  # the paper's settings
         (["--n_questions=8"], 65, 79),  # more questions take more memory only while sampling
         (["--lora_rank=16", "--n_questions=8"], 25, 45),
         (["--offload"], 20, 40),

@@ -140,7 +140,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(first, tmp_path):
 
 
 def test_a_run_with_lora_goes_on_as_if_nothing_had_happened(tmp_path):
-    """The run's state holds only LoRA's matrices; the frozen weights come from --init_from."""
+    """Of the weights, the state holds only LoRA's matrices; the others come from --init_from."""
     conductor = f"{trained()[0]}/checkpoint"
     flags = ("--preset=laptop", f"--init_from={conductor}", "--lora_rank=4", "--iterations=2")
     flags += ("--n_questions=4", "--n_rollouts=8", "--save_every=1", "--n_test=0")
