@@ -64,7 +64,10 @@ jitter = random.Random()  # for pauses only; experiments use separate generators
 
 
 def once(function):
-    """Cache a function without arguments. Even simultaneous first calls run it only once."""
+    """Cache a function without arguments.
+
+    Even simultaneous first calls run it only once, unless it raises an exception.
+    """
     lock = threading.Lock()
     cached = functools.cache(function)
 
@@ -79,7 +82,7 @@ def once(function):
 class WorkerError(Exception):
     """A call failed or was not made. This does not count as a wrong answer.
 
-    The message never contains an API key.
+    API keys in the message are masked.
     """
 
 
@@ -108,7 +111,8 @@ class Worker:
     api_key_env: str | None = None  # the environment variable that holds the key
     params: dict = field(default_factory=dict)  # request parameters; `chat` can override them
     headers: dict = field(default_factory=dict, repr=False)  # override the usual headers
-    price: list | None = None  # dollars per million tokens, [input, output]; None: unknown
+    # Dollars per million tokens, [input, output]. None: unknown, or 0 for a Python function.
+    price: list | None = None
     concurrency: int = 16  # maximum number of simultaneous calls
     # Seconds per attempt. After 3 * timeout seconds, a call starts no new attempt.
     timeout: int | float = 600
@@ -140,9 +144,10 @@ class Worker:
         """Send a chat to the worker and return its reply.
 
         `chat` tries again if the provider is busy (status 429, 498, 503 or 529, or 402 with a
-        Retry-After), and after a hard failure (any other 5xx, a 408, a 409 or a lost connection).
-        It starts no attempt later than 3 * `timeout` seconds after the first, makes no more than
-        `attempts` attempts, and gives up after the sixth hard failure.
+        Retry-After), and after a hard failure (any other 5xx, a 408, a 409, a failed connection, a
+        blank response, or a reply that broke off). It starts no attempt later than 3 * `timeout`
+        seconds after the first, makes no more than `attempts` attempts, and gives up after the
+        sixth hard failure.
 
         Args:
             messages: [{"role": role, "content": text}, ...]. A role is "system", "user" or
@@ -153,10 +158,10 @@ class Worker:
             overrides: parameters that take precedence over `params`.
 
         Raises:
-            WorkerError: the last attempt failed, or the budget is spent. These failures end the
-                call at once: a timeout, any other 4xx, an unknown host, an exhausted account, an
-                error with x-should-retry: false, an unreadable reply, and most exceptions in a
-                Python function.
+            WorkerError: the last attempt failed, or too little of the budget is left. These
+                failures end the call at once: a timeout, a redirect, any other 4xx, an unknown
+                host, an exhausted account, an error with x-should-retry: false, an unreadable
+                reply, and most exceptions in a Python function.
         """
         params = {**self.params, **overrides}
         if self.replay and call_id:
@@ -466,7 +471,7 @@ def fits(value, pattern: str) -> bool:
 
 
 def without_surrogates(text: str) -> str:
-    """Replace each lone surrogate (half an emoji), which UTF-8 cannot encode, with "?"."""
+    """Replace each lone surrogate, such as half an emoji, with "?". UTF-8 cannot encode it."""
     return text.encode(errors="replace").decode()
 
 
@@ -520,7 +525,8 @@ def without_thoughts(text: str) -> str:
 
     If a reply begins with <think>, everything up to the first </think> is thoughts, and so is the
     whole reply if </think> is missing. If the opening tag is missing, the thoughts end with the
-    first closing tag that ends a line. Tags elsewhere are kept, as they may be part of an answer:
+    first closing tag before a line break, or with one that is alone on the last line. Tags
+    elsewhere are kept, as they may be part of an answer:
 
         "<think>Hm.</think>So."         -> "So."
         "Hm.\n</think>\n\nSo."          -> "So."
@@ -529,8 +535,8 @@ def without_thoughts(text: str) -> str:
     """
     if text.lstrip().startswith("<think>"):
         return text.partition("</think>")[2].lstrip()
-    # A closing tag at the very end leaves no answer, so such a tag only counts if it is alone on
-    # its line.
+    # A closing tag at the very end, without a line break, leaves no answer. So such a tag only
+    # counts if it is alone on its line.
     closing = re.search(r"</think>[ \t\r]*\n\s*|^[ \t]*</think>\s*\Z", text, re.MULTILINE)
     if closing and "<think>" not in text[: closing.start()]:
         return text[closing.end() :]
@@ -699,7 +705,7 @@ def read_pool(spec: str) -> list[dict]:
         spec: a name or a JSON file, as described at the top of this file.
 
     Raises:
-        ValueError: there is no such pool, or its file does not hold a list of objects.
+        ValueError: there is no such pool, or its file does not hold a list of one or more objects.
     """
     if spec in LOCAL:
         same = {"protocol": "openai", "base_url": local_server()[0], "price": [0, 0]}
@@ -736,8 +742,8 @@ def name_of(entry: dict) -> str:
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
     """Return a sentence for each field that is missing or wrong in the rows of a pool.
 
-    Each sentence names the worker and the field. If a value has the wrong form, the sentence does
-    not quote the value, because it may be a misplaced API key.
+    Each sentence names the worker and the field. Apart from names, it quotes no value of a wrong
+    form, because such a value may be a misplaced API key.
     """
     sentences = []
     names = []
@@ -798,7 +804,7 @@ def load_pool(
         share: see Replay.
 
     Raises:
-        ValueError: something is wrong with the pool. The message lists every fault.
+        ValueError: something is wrong with the pool. The message lists all wrong fields.
     """
     entries = read_pool(spec)
     sentences = check_pool(entries, budget)
@@ -879,9 +885,9 @@ class Replay:
     def key(self, worker: Worker, messages: list[dict], params: dict, call_id: str) -> str:
         """Return a hash of the worker, the messages, the parameters and the call's id.
 
-        Of the worker, the hash covers the name, the protocol, the URL and the model. For a Python
-        function, it also covers the content of the function's file, but not of the modules that
-        the file imports. Ids that begin with a non-empty `share` are left out.
+        Of the worker, the hash covers the name, the protocol, the URL (or `world`) and the model.
+        For a Python function, it also covers the content of the function's file, but not of the
+        modules that the file imports. Ids that begin with a non-empty `share` are left out.
         """
         is_shared = self.share and call_id.startswith(self.share)
         call = [
@@ -944,7 +950,7 @@ class Budget:
             self.running += 1
 
     def settle(self, reserved: float, cost: float | None):
-        """End an attempt, and put the money that it did not spend back into the budget."""
+        """End an attempt, and put back what it did not spend, or nothing if its cost is unknown."""
         with self.room:
             if cost is not None:
                 self.left += reserved - cost
@@ -1004,7 +1010,7 @@ def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
 def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, purpose: str):
     """Print an estimate of what `purpose`, such as "training", costs, unless it is free.
 
-    Raises ValueError if `purpose` may cost money and there is no budget.
+    Raises ValueError with the estimate instead if `purpose` may cost money and has no budget.
     """
     cost = probable_cost(pool, calls)
     if cost != 0.0:
@@ -1017,8 +1023,8 @@ def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, pu
 
 # ---- The laptop world --------------------------------------------------------------------------
 # The workers of the laptop world are small programs that do not cheat: they see only what any
-# worker sees, and never the right answer. To add a trade, add three things: a dict of the facts
-# that the trade knows, a row in TRADES, and rows in KINDS for questions that need the trade.
+# worker sees, and never the right answer. To add a trade, add a row to TRADES, rows to KINDS for
+# questions that need the trade, and a dict of the facts that the trade knows, if it needs any.
 
 # workflow.py writes these headings above the question and above each subtask.
 QUESTION = "Question:\n"
@@ -1173,7 +1179,8 @@ def rewrite(text: str, trade: str, instruction: str) -> str:
     """Do a trade's work on a text; return the new text, or "" if there is nothing to do.
 
     The rest of the text stays as it is, so that another worker can continue with the new text:
-    rewrite("Find dos + 3.", "translator", "Translate it.") is "Find 2 + 3.".
+    rewrite("Find dos + 3.", "translator", "Translate it.") is "Find 2 + 3.". But if the text now
+    asks for a single word, such as "What is 7?", only that word is returned.
     """
     pattern, works = TRADES[trade]
     rewritten = re.sub(pattern, works[instruction], text)
@@ -1214,7 +1221,8 @@ def specialist(name: str, messages: list[dict]) -> str:
 
     A worker with a trade works on the last response after the question, or on the question if no
     response follows. The generalist ignores responses and instructions: for about one prompt in
-    eight, it tries every trade on the question. Otherwise, it names a pseudo-random number.
+    eight, it tries the trades on the question in turn. If none fits, and for all other prompts, it
+    names a pseudo-random number.
     """
     # Find the last user turn that begins with QUESTION, or else the last user turn. An earlier
     # conversation may precede this turn, and responses of other workers may follow it.
@@ -1250,8 +1258,8 @@ PATHS = f"there are GET /health, GET /v1/models, GET /v1/models/NAME and POST {C
 # A role that clients may use -> the role that workers know.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # Request parameter -> (regex for the accepted values in JSON, what the error message says is
-# expected). null always counts as unset. The server ignores all other parameters, whatever their
-# values.
+# expected). null always counts as unset. Besides these, the server reads only model, messages and
+# stream_options. It ignores all other parameters, whatever their values.
 PARAMETERS = {
     "n": ("1", "1, as this server gives a single answer"),
     "tool_choice": ('"(none|auto)"', "none or auto, as this server makes no tool calls"),
@@ -1368,7 +1376,10 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer
 
     def check_client(self, path: str):
-        """Raise Refusal if the client lacks the key, or sends a foreign Host to a local server."""
+        """Raise Refusal if the client lacks a required key, or sends a local server a foreign Host.
+
+        Paths in `public_paths` require no key.
+        """
         # DNS rebinding: a website can make its own name resolve to 127.0.0.1, so that its page
         # reaches this server. The page's requests still carry the website's name as their Host.
         host = self.headers.get("Host", "")
@@ -1499,7 +1510,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_piece(f": {text}\n\n")
 
     def send_event(self, delta: dict | None, finish: str | None = None, **extra):
-        """Send a chunk of a completion. If delta is None, the chunk only has the extra fields."""
+        """Send a chunk of a completion. If delta is None, the chunk has no choices."""
         choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": finish}]
         event = {**self.card, "object": "chat.completion.chunk", "choices": choices, **extra}
         self.send_piece(f"data: {json.dumps(event)}\n\n")
@@ -1542,7 +1553,7 @@ class Handler(BaseHTTPRequestHandler):
                     break
 
     def hung_up(self) -> bool:
-        """Return whether the client has closed the connection and no longer awaits the answer."""
+        """Return whether the client has closed the connection, or at least its sending side."""
         poll = select.poll()
         try:
             poll.register(self.connection, select.POLLIN)
@@ -1640,8 +1651,8 @@ def local_server() -> tuple[str, subprocess.Popen]:
 
 
 def main():
-    # The other commands use model.configure. This one does not, so that it starts without the delay
-    # of importing torch.
+    # eval.py, sample.py, train.py and workflow.py use model.configure. This file does not, so that
+    # it starts without the delay of importing torch.
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -99,7 +99,8 @@ class Rollout:
     number: int = 0  # distinguishes rollouts of the same question; part of the sampler's seed
     call_prefix: str = ""  # the prefix of the call ids that Replay looks up; "": no replay
 
-    # What the Conductor wrote. Only `model_writer` sets prompt_ids, tokens, logprobs and finished.
+    # What the Conductor wrote. Of the writers, only `model_writer` sets prompt_ids, tokens,
+    # logprobs and finished.
     written: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -484,7 +485,7 @@ HEADING = r"""(?P<heading>^[\s>#*]{0,8}(?P<example>example\ )?
 MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE)
 
 # Matches one token of a list. A string may span several lines. If one of these lines begins another
-# list, however, the string was never closed, and its match has no end.
+# list, however, the string was never closed, and its match lacks the group `end`.
 TOKEN = re.compile(
     rf"""(?P<atom>[][()]|[0-9.,]+)|\s+|\#[^\n]*|(?P<nothing>(?:none|null)\b)
     |(?P<raw>r?)(?P<quote>\"\"\"|'''|["']|(?P<curly>“))
@@ -504,8 +505,8 @@ def parse(
     of each name and in the order in which the prompt asks for them, always form an attempt.
     Otherwise an attempt ends when the name of one of its lists appears again. By these rules, the
     lists of two attempts seldom mix, even if one attempt is cut off. Examples that the model
-    repeats from its prompt are ignored, as is everything after a further question. Only the last
-    50,000 characters are read.
+    repeats from its prompt are ignored if a question follows them. Everything after a further
+    question is ignored, too. Only the last 50,000 characters are read.
 
     Args:
         text: The text that a model wrote.
@@ -850,6 +851,7 @@ def roll_out(
         call: call(rollout, i) calls the worker of step i and returns its reply. Runs in a thread.
         on_end: on_end(rollout) is called as soon as a rollout is finished.
         timeout: The number of seconds that a written rollout may take before it counts as lost.
+            This is checked only after all workflows have been written.
 
     Raises:
         Any exception that `write`, `edit`, `call` or `judge` raises. But if a WorkerError caused an
@@ -912,7 +914,9 @@ def conduct(
     tries: int = 3,
     **settings,
 ) -> list[Rollout]:
-    """Answer questions, and return each question's last round. The given rollouts are not changed.
+    """Answer questions. Return each question's last round with a workflow, or else its first round.
+
+    The given rollouts are not changed.
 
     Args:
         write: A writer (see "Writers" below).
@@ -959,9 +963,9 @@ LONGEST_TOKEN = 16  # characters; the tokens of ordinary text are shorter on ave
 def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
     """Return a writer that samples workflows from a local model.
 
-    Each workflow depends only on the seed, the prompt and the rollout's number, and not on rollouts
-    with other prompts in the batch. If a batch holds rollouts with the same prompt, but different
-    call prefixes, each prefix gets different workflows.
+    A workflow depends on the seed, the prompt and the rollout's number, but not on rollouts with
+    other prompts in the batch. If two groups of rollouts in a batch have the same prompt and size,
+    but different call prefixes, their workflows differ.
     """
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
@@ -1009,9 +1013,9 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
 def worker_writer(worker, prompting: Prompting):
     """Return a writer that lets a worker act as the Conductor (Table 11).
 
-    The worker was not trained with the pool, so its prompt shows all workers' names and notes. As
-    in the paper, the worker's token limit is doubled, but to at most 8,192. A limit that already
-    exceeds 8,192 is kept.
+    The worker was not trained with the pool, so its prompt shows the workers' names and notes. As
+    in the paper, the worker's token limit, if it has one, is doubled, but to at most 8,192. A limit
+    that already exceeds 8,192 is kept.
     """
     doubled = {
         name: max(limit, min(2 * limit, 8192))
@@ -1138,8 +1142,8 @@ def view_step(rollout: Rollout, i: int) -> list[str]:
 def printable(text: str) -> str:
     """Return a text with U+FFFD in place of each character that could do harm on a terminal.
 
-    These are control characters (except tab and newline), characters that override the writing
-    direction, and lone surrogates, which cannot be printed.
+    These are control characters (except tab and newline), characters that change the writing
+    direction, and lone surrogates, which cannot be printed. CRLF becomes a newline.
     """
     commands = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
@@ -1207,7 +1211,10 @@ def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
 
 
 def as_example(rollout: Rollout) -> dict:
-    """Convert a rollout to an example. The plan is the text before the first list in `written`."""
+    """Convert a rollout to an example.
+
+    The plan is the text in `written` before the first list or "Question:", without thoughts.
+    """
     written = rollout.written.rpartition("</think>")[2]  # without the model's thoughts
     mark = MARK.search(written)
     plan = written[: mark.start()] if mark else ""
@@ -1287,8 +1294,8 @@ def choose_pool(checkpoint: str, pool: str) -> str:
 
     Args:
         checkpoint: The Conductor.
-        pool: The spec that the user has given, or "" for the local pool that the Conductor was
-            trained with.
+        pool: The spec that the user has given. "": the local pool that the Conductor was trained
+            with, or the pool `local` if the checkpoint names none.
 
     Raises:
         ValueError: There is no such checkpoint; or the Conductor cannot work with the pool; or no
@@ -1316,7 +1323,8 @@ def choose_pool(checkpoint: str, pool: str) -> str:
         return [name.split()[-1] for name in names] if is_local else names
 
     # If the prompt shows notes, any workers that have notes will do. If not, the Conductor knows
-    # workers only by their numbers, so the same workers must be present in the same order.
+    # workers only by their numbers, so the workers that its checkpoint names, if any, must be
+    # present in the same order.
     if prompting.notes:
         silent = [name for name, row in zip(present, rows) if not row.get("note")]
         if silent:
@@ -1344,10 +1352,10 @@ def numbers_of(names: str, pool: list) -> list[int]:
 
 # ---- The server ----------------------------------------------------------------------------------
 #
-# Three kinds of threads serve a request. The connection's own thread is the only one that writes to
-# the client. It waits for a thread of Service.conducting, which runs `conduct`. That thread in turn
-# waits for threads of THREADS, which call the workers and wait for neither of the other two kinds.
-# Requests therefore cannot deadlock.
+# Several kinds of threads serve a request. The connection's own thread is the only one that writes
+# to the client. It waits for a thread of Service.conducting, which runs `conduct`. That thread in
+# turn waits for threads of THREADS, which call the workers, and for the thread of `share_batches`,
+# if a checkpoint conducts. These threads wait for no other kind, so requests cannot deadlock.
 
 CONDUCTING = 256  # the maximum number of requests that are conducted at the same time
 WAITING = 1024  # the maximum number of further requests that wait for their turn
@@ -1532,7 +1540,8 @@ class ConductorHandler(Handler):
     def log(self, model: str, outcome: str, last: Rollout | None, seconds: float):
         """Print a line about a request: model, outcome, steps, seconds, dollars, budget left.
 
-        The line goes to stderr. It has no steps, seconds and dollars if nothing was conducted.
+        The line goes to stderr. It has no steps, seconds and dollars if nothing was conducted, and
+        no budget if there is no limit.
         """
         parts = [f"{model}: {outcome}"]
         if last:
@@ -1702,7 +1711,8 @@ def show_words(words: list[str], examples: bool) -> str:
 def question_of(words: list[str]) -> str:
     """Return the question: the only word of the command line or, without words, standard input.
 
-    A word of letters only, such as `server`, is rather a misspelt command than a question.
+    A single word of letters a to z, such as `server`, is more likely a misspelt command than a
+    question, so it is refused.
     """
     question = ""
     if len(words) == 1 and not re.fullmatch("[A-Za-z]+", words[0]):

@@ -194,7 +194,7 @@ def draw_best_worker(axes, tested: dict, last: int) -> list[tuple]:
 def draw_bands(axes, rows: list[dict], key: str, title: str, shades: str, most: float, form: str):
     """Draw a band for each kind of question, with the band's last value written to its right.
 
-    The values are means of the last ten iterations. A larger value is drawn darker.
+    Each value is a mean of the last ten known values. A larger value is drawn darker.
 
     key: The metric to draw, a dict from kind to value in each row of metrics.jsonl.
     most: The value that gets almost the darkest shade.
@@ -352,9 +352,9 @@ GAP, LINE, HALF = 0.27, 0.17, 0.8
 
 
 def draw_workflows(run: str) -> str:
-    """Draw the most common workflow for one kind of question, at four points of a run.
+    """Draw the most common workflow for one kind of question, at up to four points of a run.
 
-    The kind is the one whose workflows have the most steps on average in the last iteration. Most
+    The kind is the one whose rollouts have the most steps on average in the last iteration. Most
     changes come early, so the points are spaced logarithmically: of 1,000 iterations, they are the
     1st, 10th, 100th and last. If the kind has no valid workflow in one of these iterations, the
     nearest iteration with one is shown. Return the name of the picture's file."""

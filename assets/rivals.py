@@ -234,7 +234,7 @@ def learn_trinity(setup: Setup):
         """Choose each rollout's next turn, and yield the rollout.
 
         The turn becomes the rollout's workflow of one step, and `written` holds the turn's role. If
-        a verifier has accepted the last response, the workflow is empty, which ends the rounds.
+        the last turn was a verifier's approval, the workflow is empty, which ends the rounds.
         """
         for rollout in rollouts:
             last = rollout.previous

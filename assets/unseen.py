@@ -10,7 +10,7 @@ Each question gets a separate pool, in a random order. The six tests differ in t
 * three workers: those that the question needs, and others to make three (training: four or five);
 * seven workers: the five workers of training, and a second worker for each of two trades;
 * reworded: the five workers of training, but with notes in other words;
-* name first: the same five, with notes that begin with the worker's name instead of ending with it;
+* name first: the same five, with notes that give the worker's name first instead of last;
 * fifth trade: the four trades and a sorter, whose note, instruction and questions are all new.
 
 A Conductor that does not read notes sees only numbers, so it can only guess who is who.

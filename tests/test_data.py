@@ -352,7 +352,7 @@ def test_an_own_question_is_told_how_to_answer_and_marked_by_its_grader(tmp_path
 
 
 def test_a_new_row_of_graders_may_read_what_it_likes(tmp_path, monkeypatch):
-    """This grader reads a bare number, while others read the text between tags."""
+    """This grader reads a bare number, while most others look for tags or a box first."""
     monkeypatch.setitem(
         GRADERS, "number", own_grader(lambda p, said: float(said) == float(p.answer))
     )

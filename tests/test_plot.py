@@ -78,7 +78,7 @@ def test_a_picture_comes_out(plot, tmp_path, words, file):
     done = plot(*words.split())
     assert (done.returncode, done.stderr) == (0, b"") and done.stdout.decode().endswith(file + "\n")
     assert (b"mean 50.0%" in done.stdout) == ("run run/" in words)
-    if file == "all.svg":  # The legend names each Conductor by its file.
+    if file == "all.svg":  # Labels name each Conductor after its file, or by NAME in NAME=FILE.
         drawn = (tmp_path / file).read_bytes()
         assert b"<!-- n -->" in drawn and b"<!-- tests -->" in drawn
     assert (tmp_path / file).read_bytes()[:5] == (

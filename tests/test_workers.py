@@ -246,7 +246,8 @@ def test_what_models_answer(response, text, finish):
         ("<think>a\nb", ""),
         (" <think>a <think> b", ""),
         ("<think>a</thin", ""),
-        # Without an opening tag, thoughts end with the first closing tag at the end of a line.
+        # Without an opening tag, thoughts end with the first closing tag before a line break, or
+        # with one that is alone on the last line.
         ("a\n</think>\n\nSo.", "So."),
         ("a</think>\nSo.", "So."),
         ("a</think> \t\r\n  So.", "So."),
@@ -903,8 +904,8 @@ def test_a_budget_that_a_function_has_overspent_has_nothing_left(tmp_path):
         ([http(b"{", 201)], 0.99),
         ([http({"error": {"message": "x", "code": 503}}, 202), http(GOOD)], 0.99 - 20e-6),
         ([http(answer(usage=None))], 0.99),
-        # OpenRouter does not charge for an answer that ends with the reason "error". A provider may
-        # charge for any other answer that failed midway, or for one that is only an error.
+        # OpenRouter does not charge for an answer that ends with the reason "error". Providers may
+        # charge for one that ends with another such reason, or for one that is only an error.
         ([http(answer("Bec", "error")), http(GOOD)], 1 - 20e-6),
         ([http(answer("Bec", "abort")), http(GOOD)], 0.99 - 20e-6),
         ([http({"error": {"message": "x", "code": 503}}), http(GOOD)], 0.99 - 20e-6),

@@ -1,4 +1,4 @@
-"""Tests of the loopback server, against OpenAI's API reference, and of the local pool's process."""
+"""Tests of workers.Server, against OpenAI's API reference, and of the local pool's process."""
 
 import base64
 import contextlib
@@ -276,7 +276,10 @@ def test_the_host_is_checked_before_any_route(parrot, host, is_ours):
 
 
 def test_another_machine_needs_the_key():
-    """Every path except the public ones requires the key. If a key is set, any Host is accepted."""
+    """Every path except the public ones requires the key.
+
+    A server that other machines can reach accepts any Host.
+    """
 
     class Open(Parrot):
         public_paths = ("/public",)
@@ -499,7 +502,7 @@ def test_the_server_imports_no_torch_and_gets_no_key():
 
 @pytest.mark.parametrize("death", [None, signal.SIGKILL, signal.SIGINT])
 def test_the_server_ends_with_its_parent(death):
-    # If pytest is a background job of a shell, its children ignore SIGINT. Undo that.
+    # If a shell script runs pytest in the background, pytest's children ignore SIGINT. Undo that.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import workers; "
         "print(workers.local_server()[0], flush=True); input()"

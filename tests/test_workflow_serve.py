@@ -233,7 +233,10 @@ def test_a_spent_budget_is_a_402(capfd):
 
 
 def test_each_request_is_one_line_of_the_log(capfd):
-    """The line has the model, outcome, steps, seconds, dollars, and what is left of the budget."""
+    """The line has the model, outcome, steps, seconds, dollars, and what is left of the budget.
+
+    If nothing was conducted, the line has no steps, seconds and dollars.
+    """
     worker = Player("a", lambda m: "b")
     worker.budget = Budget(1.0)
     with served([worker], chain(0, 0)) as url:
@@ -590,8 +593,8 @@ def test_serving_a_pool_that_costs_demands_a_budget(tmp_path, capsys):
 
 
 def test_the_command_serves_the_shipped_conductor_until_it_is_interrupted():
-    # Restore the handler of SIGINT: if a shell runs the tests as a background job, the job and its
-    # child processes ignore SIGINT.
+    # Restore the handler of SIGINT: if a shell script runs the tests in the background, they and
+    # their child processes ignore SIGINT.
     command = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "import runpy; sys.argv = ['workflow.py', 'serve', '--port=0']; "

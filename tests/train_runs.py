@@ -34,7 +34,7 @@ def run_command(*flags, ranks=1):
 
 
 # Importing torch takes longer than most runs in these tests. So a fork server imports train.py
-# once, and the processes of all runs are forked from the server.
+# once, and `launch` forks the processes of its runs from the server.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train"])
 
