@@ -10,7 +10,7 @@
    A micro-batch is one row of tokens: each prompt appears once, followed by its completions.
 5. Clip (`surrogate`). With the ratio ρ_it = π(o_it) / π_old(o_it), a token contributes
    S_it = min(ρ_it · A_i, clip(ρ_it, 1 - ε, 1 + ε) · A_i).
-6. Average (Eq. 1, `update`) over the M completions of all groups and each completion's tokens:
+6. Average (Eq. 1, `update`) over the M completions of a minibatch and each completion's tokens:
    J = 1/M · Σ_i 1/|o_i| · Σ_t (S_it - β_i · KL_it),
    where KL_it = Σ_v π_ref(v) · log(π_ref(v) / π(v)) over all token ids v that could be sampled.
    The paper has no KL term (β = 0). Here β_i = β · (share of wrong answers in i's group).

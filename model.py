@@ -4,10 +4,10 @@ The class Qwen covers all three model types. They differ in which layers have bi
 queries and keys are normalized, and in the size of a head. Config's fields describe these
 differences.
 
-Parameters have the same names as in Hugging Face's checkpoints. Attention is a function, `attend`,
-that a caller can replace: sample.py passes a function with a KV cache, and grpo.py passes one for
-completions that share a prompt. The command-line parser of sample.py, workflow.py, eval.py and
-train.py is here, too. Read sample.py next.
+Except for LoRA's matrices, parameters have the same names as in Hugging Face's checkpoints.
+Attention is a function, `attend`, that a caller can replace: sample.py passes a function with a KV
+cache, and grpo.py passes one for completions that share a prompt. The command-line parser of
+sample.py, workflow.py, eval.py and train.py is here, too. Read sample.py next.
 """
 
 import argparse
@@ -412,7 +412,7 @@ class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # The GPU to compute on, if train.py's --offload keeps the weights in the CPU's memory.
+        # The device to compute on, if train.py's --offload keeps the weights in host memory.
         self.compute_device = None
         self.recompute = False  # True: activation checkpointing, one layer at a time
         # In Hugging Face's checkpoints, every name except lm_head's begins with `model.`.
@@ -620,7 +620,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def compute_dtype(device) -> torch.dtype:
-    """Return the dtype to compute in: bf16 if the device supports it in hardware, else fp32."""
+    """Return the dtype to compute in: bf16 if a GPU or an x86 CPU has units for it, else fp32."""
     if torch.device(device).type == "cuda":
         has_units = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

@@ -377,9 +377,9 @@ def train(settings: Settings):
     The code in this file keeps a contract: random choices depend only on the seed, the iteration
     and the files on disk, and the whole state of a run consists of its newest checkpoint, the
     reference policy, the traces of later iterations, the workers' replies and settings.json. A run
-    that is killed and resumed therefore ends with the same weights as an uninterrupted run on the
-    same number of ranks. With a different number of ranks, results are rounded differently, which
-    now and then changes a sampled token.
+    that is killed and resumed therefore ends with the same weights as an uninterrupted run with the
+    same flags and number of ranks, if workers repeat the replies that were lost. With a different
+    number of ranks, results are rounded differently, which now and then changes a sampled token.
     """
     run = set_up(settings)  # loads the newest checkpoint, or does the warm start
     # If the run ended after its newest checkpoint was saved and before it was measured, measure the
@@ -1702,7 +1702,7 @@ def metrics_of(iteration: int, groups: Groups, reports: list[dict], seconds: dic
         "held_out": None,
         # Share of completions that contain a valid workflow.
         "parsed": mean([r.workflow is not None for r in first if r.tokens]),
-        # Share of groups that teach nothing, because the advantages of all their rollouts are 0.
+        # Share of groups whose rewards teach nothing, because the advantages are all 0.
         "flat": mean([not any(r.advantage for r in group) for group in groups]),
         # The number of rollouts without a reward, and the error of the first lost rollout.
         "lost": sum(r.reward is None for r in rollouts),

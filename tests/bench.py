@@ -5,8 +5,8 @@
     python tests/bench.py update --beside=naive,../before     ../before: another checkout
 
 A key is a parameter of the benchmark's function below. Each result is printed in columns, then as
-one line of JSON. Alternatives that are compared take turns in one run, because the speed of a
-machine changes over time.
+one line of JSON. Alternatives are timed in the same run, because the speed of a machine changes
+over time.
 """
 
 import dataclasses
@@ -234,7 +234,10 @@ def sampler(
 
 
 def bytes_read(qwen: Qwen) -> tuple[int, int]:
-    """Return (bytes of weights, bytes of keys and values per cached token) that a step reads."""
+    """Return (bytes of weights, bytes of keys and values per cached token) that a step reads.
+
+    The cache is assumed to have the weights' dtype; on a CPU, it is really in fp32.
+    """
     config = qwen.config
     item = qwen.lm_head.weight.element_size()
     # Of an embedding that is not also lm_head, a step reads only a few rows: do not count it.
