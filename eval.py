@@ -2,11 +2,11 @@
 
     python eval.py [--systems=conductor,workers,moa] [--benchmarks=gpqa,mine.jsonl] [--pool=NAME]
     python eval.py --systems=assets/rivals.py:masrouter   # a system from a file, such as your own
-    python eval.py prepare [--pool=NAME --budget=50]      # write the paper's training problems
+    python eval.py prepare [--pool=NAME --budget=50]      # write training problems like the paper's
 
 Read the first three sections: problems, systems, measurements. Use the next three for reference:
-graders, benchmarks, running code. Each system is a row of SYSTEMS, each grader a row of GRADERS,
-and each benchmark a row of SOURCES. Read train.py next.
+graders, benchmarks, running code. The tables SYSTEMS, GRADERS and SOURCES list the systems, the
+graders and the data sets. Read train.py next.
 
 The exit status is 0 on success, 1 on failure, and 2 if a flag, a file or a name you gave is wrong.
 """
@@ -90,7 +90,8 @@ class Problem:
     question: str
     answer: str
     grader: str  # a key of GRADERS
-    kind: str = ""  # tables show accuracy by kind; defaults to the grader's name
+    # If there are several kinds, tables show the accuracy of each. Defaults to the grader's name.
+    kind: str = ""
     level: int = 0  # the difficulty: higher is harder, 0 means unknown
     # What else the grader needs, such as {"choices": ["a", "b"]}
     extra: dict = field(default_factory=dict)
@@ -107,13 +108,13 @@ def require(condition, otherwise: str):
 
 # ---- Problems: from the laptop world, from benchmarks, and your own ------------------------------
 
-# The folder for downloaded data sets, prepared problems and replies that were paid for. The path is
-# relative to the current directory.
+# The folder for downloaded data sets, prepared problems and, unless --replay names a file, replies.
+# The path is relative to the current directory.
 DATA = "data"
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """Return the first `limit` problems of a split, always in the same order.
+    """Return at most `limit` problems of a split. The same arguments always give the same list.
 
     Args:
         name: "laptop", a benchmark listed in SOURCES, a mix listed in MIXES (several benchmarks
@@ -124,8 +125,8 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
         limit: The maximum number of problems; None returns all of them.
 
     Raises:
-        ValueError: If the name is unknown, or the file is invalid.
-        OSError: If the file is missing, or a data set could not be downloaded.
+        ValueError: If there is no such name, if it has no such split, or if the file is invalid.
+        OSError: If the file is missing, or a data set cannot be downloaded or read.
     """
     if name.endswith(".jsonl"):
         problems = split_of_file(name, split)
@@ -173,7 +174,8 @@ def with_instructions(problem: Problem) -> Problem:
     r"""Return the problem with its options and an answer instruction appended to the question.
 
     The options are not appended if the question already contains all of them. The instruction is
-    not appended if the question contains it, or mentions \boxed or <answer>.
+    not appended if the question contains it, or mentions \boxed or <answer>. White space around the
+    question and around the answer is removed.
     """
     question = problem.question.strip()
     choices = problem.extra.get("choices", [])
@@ -199,8 +201,8 @@ def split_of_file(file: str, split: str) -> list[Problem]:
     """Return the train or test split of the problems in a user's file.
 
     If the file has at least 20 problems, every fifth is for testing and the others are for
-    training. A smaller file serves as both splits. The problems alternate between kinds, since the
-    file may be sorted by kind.
+    training. A smaller file serves as both splits. The problems are interleaved (see `interleave`),
+    since the file may be sorted by kind.
     """
     problems = read_problems(file)
     if len(problems) >= 20:
@@ -212,8 +214,8 @@ def split_of_file(file: str, split: str) -> list[Problem]:
 def read_problems(file: str) -> list[Problem]:
     """Return the problems of a JSONL file.
 
-    Each line is a JSON object with "question", "answer", "grader" (optional with --grader) and, if
-    the grader needs it, "extra". "kind", "id" and "level" are optional. Example:
+    Each line is blank, or a JSON object with "question", "answer", "grader" (optional with
+    --grader) and, if the grader needs it, "extra". "kind", "id" and "level" are optional. Example:
 
         {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short", "kind": "books"}
 
@@ -267,7 +269,7 @@ def parse_problem(line: bytes, default_id: str) -> Problem:
 
 
 def check_problem(problem: Problem):
-    """Raise ValueError if a field has the wrong type or is blank, or if no grader can judge it."""
+    """Raise ValueError if a field is invalid, or a free grader rejects the gold answer itself."""
     for key, kind in Problem.__annotations__.items():
         value = getattr(problem, key)
         require(type(value) is kind, f"{key} has to be {IN_WORDS[kind]}, not {shown(value)}")
@@ -286,7 +288,7 @@ def check_problem(problem: Problem):
         require(re.fullmatch(form, json.dumps(value)), message)
 
     # Make sure that the grader accepts the gold answer, either bare or in a tag. If it accepts
-    # neither, it would reject every response.
+    # neither, it would probably reject every response.
     if GRADERS[problem.grader].is_free:
         answer = problem.answer.strip()
         is_recognised = not all(failure(problem, x) for x in (answer, f"<answer>{answer}</answer>"))
@@ -295,8 +297,8 @@ def check_problem(problem: Problem):
 
 
 IN_WORDS = {str: "a text", int: "a whole number", dict: "an object"}
-# Key of "extra" -> (regular expression for its value in JSON, what the error message expects). The
-# tests of a program may also be given by their position in a benchmark's file.
+# Key of "extra" -> (regular expression for its value in JSON, what the error message says is
+# expected). The tests of a program may also be given by their position in a benchmark's file.
 PAIR = rf"\[{TEXT}, {TEXT}\]"
 PLACE = rf'\{{"file": {TEXT}, "at": \d+\}}'
 FORMS = {
@@ -313,8 +315,9 @@ def shown(value) -> str:
 # ---- Systems -------------------------------------------------------------------------------------
 #
 # A system is a function system(problems, pools, name) -> rollouts. It lets the workers of pools[i]
-# answer problems[i], and returns one judged rollout for each problem. `name` seeds the system's
-# random draws, and is the prefix of its call ids, by which a replay file recognises calls.
+# answer problems[i], and returns one rollout for each problem, judged unless it is lost. `name`
+# seeds the system's random draws, and is the prefix of its call ids, by which a replay file
+# recognises calls.
 
 REFLECT = (
     "Check the last response for mistakes, correct them, and give the whole answer in its final "
@@ -356,7 +359,7 @@ def planned(plan, call=call_worker):
 def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
     """Send the worker of step i only the question, and return the worker's reply.
 
-    times: The factor by which to multiply the worker's token limit.
+    times: The factor by which to multiply the worker's token limit, if it has one.
     """
     worker = rollout.pool[rollout.workflow.steps[i].worker]
     limits = {key: times * value for key, value in worker.params.items() if key in LIMITS}
@@ -365,10 +368,10 @@ def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
 
 
 def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[list[Rollout]]:
-    """Let several workers answer every question. Return the rollouts, indexed [problem][worker].
+    """Let each of `workers` answer every question. Return a list of rollouts for each problem.
 
     Args:
-        workers: The pool numbers of the workers.
+        workers: The pool numbers of the workers. The rollouts of a problem are in this order.
         call: call(rollout, i) makes the call of step i. By default, the worker sees only the
             question.
     """
@@ -400,7 +403,7 @@ def merge(rollouts: list[Rollout], chosen: int) -> Rollout:
 
 
 def vote(workers: Sequence[int], likeness=None, call=ask_bare):
-    """Return a system that asks several workers and picks the answer most like the others.
+    """Return a system that asks workers and picks the answer most like the others.
 
     Example with the grader "math": among the answers "41", "42" and "42.0", "41" agrees only with
     itself, while "42" and "42.0" also agree with each other. The earlier of these two, "42", wins.
@@ -429,8 +432,8 @@ def vote(workers: Sequence[int], likeness=None, call=ask_bare):
 def common_words(problem: Problem, answer: str, other: str) -> float:
     """Return how many words two answers share, as a fraction of all different words in the two.
 
-    The original Smoothie (arXiv 2412.04692) compares sentence embeddings instead, and does so on
-    several similar questions.
+    The original Smoothie (arXiv 2412.04692) compares embeddings of the answers instead, and takes
+    other questions into account.
     """
     first, second = (set(re.findall(r"\w+", text.casefold())) for text in (answer, other))
     return len(first & second) / max(len(first | second), 1)
@@ -491,12 +494,12 @@ def conductor(
     """Return a system that runs the workflows a Conductor writes.
 
     Args:
-        write: One of workflow.py's writers, which asks the Conductor for workflows.
+        write: A function that asks the Conductor for workflows; see "Writers" in workflow.py.
         prompting: How the Conductor is prompted.
         extra_rounds: The maximum number of rounds after the first, in which the Conductor may
             revise the answer (§3.2).
         edit: edit(workflow) -> workflow changes each workflow before it runs, for ablations.
-        tries: The maximum number of attempts at a valid workflow.
+        tries: The maximum number of attempts at a valid workflow in each round.
         only: Comma-separated names of the workers the Conductor may use (§3.2); "" allows all.
     """
 
@@ -542,16 +545,16 @@ class Setup:
     pool: list  # Workers
     worker: int = 0  # the pool number of the worker, for a system that uses a single one
     lessons: list[Problem] = field(default_factory=list)  # training problems to learn from
-    # Row label -> rollouts, for the systems that have already run.
+    # Row label -> rollouts, for the systems that have already run on this benchmark.
     played: dict[str, list[Rollout]] = field(default_factory=dict)
 
 
 class System(NamedTuple):
     make: Callable  # make(setup) -> system
     # What the system needs: any of "checkpoint", "lessons" and "worker". With "worker", the system
-    # runs once with each worker, and each run has its own table row.
+    # uses a single worker. It is run with one worker after another, each in its own table row.
     needs: tuple = ()
-    calls: float = 1  # the estimated calls per question; 0: one call to each worker in the pool
+    calls: float = 1  # the estimated calls per question; 0: as many as the pool has workers
     calls_to_learn: int = 0  # the estimated calls to learn, for each benchmark
     after: tuple = ()  # names of the systems that must run before this one
 
@@ -572,8 +575,8 @@ def trained_conductor(setup: Setup, edit=None):
 def as_conductor(setup: Setup):
     """Return a system in which a worker, an untrained LLM, acts as the Conductor (Table 11).
 
-    This worker reads the names and notes of all workers. It gets ten attempts at a valid workflow;
-    the paper sets no limit.
+    This worker reads the names and notes of the workers that it may use. In each round, it gets ten
+    attempts at a valid workflow; the paper sets no limit.
     """
     settings = setup.settings
     prompting = Prompting(prompt_style=settings.prompt_style or Prompting.prompt_style)
@@ -584,8 +587,8 @@ def as_conductor(setup: Setup):
 def best_of_n(setup: Setup):
     """Return a system that takes a vote over n answers of the best single worker.
 
-    n is chosen so that the n answers cost about as much as the Conductor's answer. The worker is
-    the most accurate one on these same questions, which favours this system over the Conductor.
+    n is the number of answers that cost as much as one of the Conductor's, rounded up. The worker
+    is the most accurate one on these same questions, which favours this system over the Conductor.
     """
     alone = workers_alone(setup.played)
     best = best_worker(alone)
@@ -631,7 +634,7 @@ SYSTEMS = {
 
 
 def named_systems(names: str) -> dict[str, System]:
-    """Return {name: system} for the names in --systems: keys of SYSTEMS, or FILE.py:NAME."""
+    """Return {name: system} for --systems, which lists keys of SYSTEMS and systems FILE.py:NAME."""
     systems = {}
     for word in names.split(","):
         spec = word.strip()
@@ -645,7 +648,7 @@ def named_systems(names: str) -> dict[str, System]:
 
 # ---- Measurements --------------------------------------------------------------------------------
 
-# Column -> number format. Further columns, one for each kind of question, hold the kind's accuracy.
+# Column -> number format. Further columns hold the accuracy of each kind of question.
 COLUMNS = {
     "accuracy": ".1%",
     "standard error": ".1%",  # only in the paper's rows
@@ -669,9 +672,9 @@ def measure(rollouts: list[Rollout]) -> dict:
     """Return a system's table row, a dict of {column: number} and {kind: share of right answers}.
 
     "lost" is the number of lost rollouts, which all other columns ignore. "±" is half the width of
-    the accuracy's 95 % confidence interval. "calls", "tokens" and "dollars" are means per question,
+    the accuracy's 95 % confidence interval. "calls", "tokens" and "dollars" are means per rollout,
     "seconds" is the median; all four cover the workers only, not the Conductor. "dollars" is None
-    if a worker has no price.
+    if the cost of any call is unknown. A number is None if no rollout counts towards it.
     """
     known = [rollout for rollout in rollouts if rollout.right is not None]
     costs = [rollout.cost for rollout in known]
@@ -695,11 +698,11 @@ def mean(values: list) -> float | None:
 
 
 def latency(rollout: Rollout) -> float:
-    """Return how many seconds the workers take to answer, assuming that no call waits in a queue.
+    """Return how many seconds the workers take to answer, assuming that no call waits or fails.
 
-    Steps run in parallel unless one sees the other. Example: steps 0 and 1 take 2 s and 3 s, and
-    step 2, which sees both, takes 4 s; the latency is 7 s. A reply from a replay file counts with
-    the seconds of the original call.
+    A step starts when all the steps that it sees have ended. Example: steps 0 and 1 take 2 s and
+    3 s, and step 2, which sees both, takes 4 s; the latency is 7 s. A reply from a replay file
+    counts with the seconds of the original call.
     """
     seconds = 0.0
     for one_round in rollout.rounds():
@@ -742,7 +745,7 @@ def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
             that size is detected with a probability of 80 %.
 
     If the difference is the same on all problems, "from", "to" and "shows" are None, because they
-    are estimated from the spread of the differences.
+    are estimated from the spread of the differences. Without common problems, all four are None.
 
     Example: the first system solves problems a, b and c, the second only a. The differences are 0,
     1 and 1, with a mean of 0.67 and a standard error of 0.33, so "shows" is 0.93.
@@ -806,15 +809,16 @@ def right_answers(alone: dict[str, list[Rollout]], repeats: int) -> np.ndarray:
 
 
 def headroom(right: np.ndarray) -> dict[str, dict]:
-    """Return {label: table row}: the accuracy that a perfect choice between workers would have.
+    """Return {label: table row}: the accuracy that a perfect choice between answers would have.
 
     "oracle" is the share of problems that at least one worker solves. Part of it is luck: a single
     worker also solves more problems if it may answer twice. So compare "either of two workers" (the
     mean over all pairs) with "either of one worker's two answers" (the mean over all workers).
-    Workers complement each other only if the former is higher.
+    Workers complement each other only if the former is higher. The latter needs several repeats.
 
     Args:
-        right: The result of `right_answers`. Problems with a lost answer are left out.
+        right: The result of `right_answers`. Problems with a lost answer are left out. If no
+            problem is left, the dict is empty.
     """
     right = right[:, :, ~np.isnan(right).any((0, 1))]
     if right.size == 0:
@@ -836,8 +840,8 @@ def compare_with_workers(rows: dict[str, dict], setup: Setup):
     """Add comparisons with single workers to a benchmark's rows, if the system "workers" was run.
 
     The row of every system except the best worker also shows the system's `paired_difference` to
-    that worker. New rows show the best worker in hindsight, `best_by_other_half`, and the
-    `headroom`.
+    that worker. New rows show the best worker in hindsight, `best_by_other_half` and, if there are
+    several workers, the `headroom`.
     """
     alone = workers_alone(setup.played)
     if not alone:
@@ -884,7 +888,7 @@ def compare_systems(settings: "Settings"):
     if "lessons" in needs:
         lessons = {name: load(settings.lessons or name, "train", LESSONS) for name in tests}
 
-    # Check that the budget allows the calls.
+    # Print what the calls will probably cost, and demand a budget unless they are free.
     n_questions = sum(map(len, tests.values())) * settings.repeats * (1 + settings.extra_rounds)
     n_calls = 0.0
     for system, _ in players.values():
@@ -924,7 +928,7 @@ def files_of(out: str) -> list[str]:
 
 
 def stop_if_lost(rollouts: list[Rollout], pool: list):
-    """Exit with status 1 if the budget is spent, or if every rollout was lost."""
+    """Exit with status 1 if a call was refused for lack of budget, or if every rollout was lost."""
     if pool[0].budget and pool[0].budget.refused:
         raise SystemExit(
             "the budget is spent, and what came after is not counted: with a larger --budget, the "
@@ -937,6 +941,8 @@ def stop_if_lost(rollouts: list[Rollout], pool: list):
 
 def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
     """Return the players, {row label: (system, pool number of its worker)}, in the order to run.
+
+    The number is 0 if the system does not need a "worker".
 
     only: The comma-separated names of workers. A system that uses a single worker gets one entry
         for each of them; "" means all workers.
@@ -983,9 +989,9 @@ def play_all(
 
 
 def print_faults(name: str, rollouts: list[Rollout]):
-    """Print a warning if rollouts are lost, and another if no rollout got two different responses.
+    """Print a warning if rollouts are lost.
 
-    The second warning ignores rollouts of a single call.
+    Print another if rollouts have several responses, but no rollout has two different ones.
     """
     errors = [rollout.error for rollout in rollouts if rollout.error]
     if errors:
@@ -999,7 +1005,7 @@ def print_faults(name: str, rollouts: list[Rollout]):
 # Tables and files
 
 
-LEGEND = {  # label of a row or a column -> what it means
+LEGEND = {  # label of a row or a column, or "?" -> what it means
     "no-subtasks": f'the Conductor\'s workflows; each subtask is replaced by "{SOLVE_IT}"',
     "no-access": "the Conductor's workflows; no step sees the response of another",
     "one-worker": "the Conductor's workflows; this worker does every step",
@@ -1042,8 +1048,8 @@ def table(rows: dict[str, dict], title: str = "") -> str:
     """Return rows of `measure` as a text table of at most WIDTH characters per line.
 
     "?" stands for None, and a cell without a value is blank. Columns that do not fit go into
-    further tables, as does the accuracy of each kind. Those tables leave out rows that would be
-    blank.
+    further tables, as does the accuracy of each kind if there are several. Rows that would be blank
+    are left out.
     """
     present = dict.fromkeys(itertools.chain(*rows.values()))
     kinds = [key for key in present if key not in COLUMNS]
@@ -1079,7 +1085,7 @@ def cell(row: dict, head: str) -> str:
 
 
 def print_paper(benchmark_name: str, pool: list):
-    """Print the paper's results on a benchmark, if there are any.
+    """Print the paper's results on a benchmark in the pool's setting, if there are any.
 
     The paper measured constrained workers, limited to 4,096 tokens, and unconstrained workers. The
     pool counts as constrained unless one of its workers has a higher limit.
@@ -1113,19 +1119,19 @@ def progress(what: str, items: Sequence) -> tqdm:
 #
 # The math and short graders take four steps: find the answer in the response, normalize the
 # spelling of the answer and of the gold answer, split both into parts, and compare the values of
-# the parts. An answer that can be read in several ways matches only the same spelling. Only the
-# code and unittest graders run anything, and they do so in the sandbox; all others parse.
+# the parts. An answer that can be read in several ways matches only the same normalized spelling.
+# Only the code and unittest graders run responses, in the sandbox unless --sandbox=none is set.
 
-LONGEST = 1000  # characters; a longer answer matches only the identical text
+LONGEST = 1000  # characters; a longer math or short answer is compared only as a text
 
 # Step 1: find the answer in the response
 
-# Matches text whose braces are balanced, up to eight levels deep: a{b{c}}
+# Matches text whose braces are balanced, up to seven levels deep: a{b{c}}
 IN_BRACES = ""
 for _ in range(8):
     IN_BRACES = rf"(?:\\.|[^{{}}\\]|\{{{IN_BRACES}\}})*"
 
-# Matches a box: \boxed{5}, \fbox{5}, or \boxed 5. Without braces, LaTeX boxes only one digit.
+# Matches a box, as in \boxed{5}, \fbox{5} or \boxed 5. Without braces, LaTeX boxes only one digit.
 BOX = rf"(?s:\\[bf]?box(?:ed)?\s{{0,9}}(?:\{{({IN_BRACES})\}}|(\d)))"
 
 # BETWEEN matches what may separate two boxes of one answer. BOXES matches all boxes of an answer,
@@ -1140,7 +1146,7 @@ BOXES = re.compile(rf"{BOX}(?:{BETWEEN}{BOX})*(?:[ $]*\\?%)?")
 # content of such a box alone is not the answer.
 BEFORE = re.compile(
     r"""(?x)(?:
-        (?: (?<!\n)-                # -\boxed{5}; at the start of a line, "-" marks an item
+        (?: (?<!\n)-                # -\boxed{5}; but after a newline, "-" marks an item
           | [+/√^≠|]                # 1/\boxed{5}
           | \\(?:sqrt|ln|neq?|pm)   # \sqrt{\boxed{5}}
           | \b(?:not|minus)         # not \boxed{5}
@@ -1196,8 +1202,8 @@ DENIED = re.compile(
     )\Z"""
 )
 
-# REASON matches the beginning of a reason. END matches the end of a claim: the end of its sentence,
-# the beginning of a reason, or ", not" before what it is not.
+# REASON matches the beginning of a reason or explanation. END matches the end of a claim: the end
+# of its sentence, the beginning of a reason, or ", not" before what it is not.
 REASON = re.compile(r"[,;.]?\s(?:because|since)\b|,\s(?:as|where|so)\b")
 END = re.compile(rf"(?<=[^.])\.[*$]*\s+(?=[A-Z])|,\snot\b|{REASON.pattern}")
 
@@ -1208,9 +1214,10 @@ UNKNOWN = re.compile(r"(?:Case )?[\W\d]*([A-Za-z])(?:_\w+|_\{\w+\})? *= *")
 def boxed(response: str) -> str | None:
     r"""Return the content of the last \boxed{} or <answer>; None if the response has neither.
 
-    Boxes with only ",", "and" or "or" between them are one answer: "\boxed{5} or \boxed{6}" ->
-    "5, 6". Returns "" if the last box is not closed, or if adjacent text changes its value:
-    "-\boxed{5}".
+    Boxes with only ",", "and", "or", "x =" or marks such as "$" between them are one answer:
+    "\boxed{5} or \boxed{6}" -> "5, 6". A percent sign after the last box is kept. Empty boxes are
+    skipped. Returns "" if all boxes are empty, if the last one is not closed, or if adjacent text
+    changes its value: "-\boxed{5}".
     """
     # Treat <answer> as a box. The full stop separates the tag from any box after it.
     text = re.sub("(?i)<answer>", r"\\boxed{", response[-100 * LONGEST :])
@@ -1229,7 +1236,9 @@ def boxed(response: str) -> str | None:
 def claims(response: str) -> list[str]:
     """Return a list with the text of each claim, which follows "The answer is" or similar words.
 
-    A negation, a condition or a doubt before a claim cancels it, so that its text is "".
+    The text is what `solutions` returns for the lines after these words. A negation, a condition or
+    a doubt before a claim cancels it, so that its text is "". Only the last 5,000 characters of the
+    response are read.
     "The answer is 5 because 2+3=5." -> ["5 because 2+3=5."];  "If x is 3, the answer is 4." -> [""]
     """
     found = []
@@ -1276,10 +1285,11 @@ def commitments(response: str) -> tuple[str | None, list[str]]:
 
 
 def final_answer(response: str) -> str:
-    r"""Return the text of the answer, without a reason that follows it and without a full stop.
+    r"""Return the text of the answer, up to the first match of END and without a full stop.
 
     It is the last text that the response commits to (see commitments). Without any, it is the last
-    line, or "" if that line has 100 characters or more.
+    line and what the lines above give for its unknown (see solutions), or "" if that is 100
+    characters or longer.
     """
     _, texts = commitments(response)
     if not texts:
@@ -1289,8 +1299,8 @@ def final_answer(response: str) -> str:
     return re.sub(r"(?<=[^.])\.$", "", answer.strip("* ")).strip("* ")
 
 
-# Step 2: normalize the spelling of an answer. A matrix becomes ⟦a&b,c&d⟧, a set becomes ⦃a,b⦄, "or"
-# between words becomes ∨, and an inequality becomes an interval.
+# Step 2: normalize the spelling of an answer. A matrix becomes ⟦a&b,c&d⟧, a set inside an answer
+# becomes ⦃a,b⦄, "or" between words becomes ∨, and an inequality such as x>1 becomes an interval.
 
 
 def normalize(text: str) -> str:
@@ -1338,10 +1348,10 @@ CHARACTERS = str.maketrans(
     | {"½": r"\frac12", "⅓": r"\frac13", "⅔": r"\frac23", "¼": r"\frac14", "¾": r"\frac34"}
     | {"√": r"\sqrt ", "∛": r"\sqrt[3] ", "∅": "⦃⦄", "¢": " cents"}
 )
-# Raised and lowered digits and signs, and their replacements
+# Raised digits and signs, lowered digits, and their replacements
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 
-# LaTeX command without its backslash -> the character that the command stands for: "le" -> "≤".
+# LaTeX command without its backslash -> its replacement, mostly a single character: "le" -> "≤".
 # Most rows come from Python's table of HTML entities, whose names are mostly the same as LaTeX's.
 SIGNS = {name.rstrip(";"): sign for name, sign in html5.items() if len(sign) == 1}
 SIGNS |= dict(
@@ -1397,7 +1407,7 @@ RULES = [
     (r"\^\s*(\{)?\s*(?:\\circ(?![A-Za-z])|°)(?(1)\s*\})", "°"),
     # Sizes of brackets: \big( -> (
     (r"\\[bB]igg?[lr]?(?![A-Za-z])", ""),
-    # Commands that stand for one character: \le -> ≤
+    # Commands in SIGNS: \le -> ≤
     (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),
     # Text and fonts: \text{cm} -> cm
     (rf"\\(?:(?:text|math)(?:rm|bf|it|sf|tt|cal)?(?![A-Za-z])|mbox|boldsymbol|operatorname|vec|ce)"
@@ -1431,7 +1441,7 @@ RULES = [
     (r"(?i)(?<=:\d\d) ?([ap])\.?m\b\.?", lambda m: f" {m[1].upper()}M"),
     # Articles: The cell -> cell, but the A of "A and B" is not an article
     (r"(?i)^ *(?:the|an?) (?!(?:and|or)\b)(?=\w\w)", ""),
-    # Signs and words before a number: = 5 -> 5, about 5.3 -> 5.3
+    # Signs and words before a number: = 5 -> 5, about 5.3 -> 5.3, but about 5 stays
     (r"^ *=|^ *(?:~ ?|(?:about|around|roughly|approx(?:imately|\.)?) )(?=\d*\.\d)", ""),
     # Real numbers: \mathbb{R} -> (-∞,∞)
     (r"^ *(?:\w *∈ *)?(?:all real numbers|ℝ|\\(?:mathbb|Bbb) ?(?:R|\{R\})) *$", "(-∞,∞)"),
@@ -1528,18 +1538,18 @@ def split_outside_brackets(text: str, separator: str) -> list[str]:
     return parts
 
 
-# Step 4: compare values. An expression is evaluated at 12 points, so it has 12 values. At each
-# point, a letter has a different value from POINTS, in a random order that depends on the letter.
-# Rational values of an expression are exact Fractions. Other values are floats or complex numbers,
-# or nan if the expression is undefined at a point.
+# Step 4: compare values. An expression is evaluated at 12 points, so it has 12 values. Over the
+# points, a letter takes every value in POINTS once, in a random order that depends on the letter.
+# Arithmetic with rational numbers is exact and gives Fractions. Roots, constants and most functions
+# give floats or complex numbers. A value is nan if it is undefined or too large.
 
 POINTS = [Fraction(n, 8) for n in (1, 5, 9, 13, 15, 21, 29, 37, 75, 811, -11, -131)]
 CONSTANTS = {"π": math.pi, "e": math.e, "i": 1j}
 VARIABLE = r"[A-Za-zα-ωΔℓ∞](?:_\{\w+\}|_\w)?'*"  # x, x_1, x_{12}, y'
 TOKEN = re.compile(rf"\\[A-Za-z]+|\d+\.?\d*|\.\d+|{VARIABLE}|\S")
 
-# Matches numbers with so many digits that, compared as floats, they could pass for a nearby value:
-# 1.4142135623731 is not √2.
+# Matches long numbers and tiny powers of ten. An answer that contains one, and is compared as a
+# float, could pass for a nearby value: 1.4142135623731 is not √2.
 LONG = re.compile(r"\d{10}|\.\d{9}|10\^\{-(?:\d\d|9)")
 
 # Matches texts that can be read in several ways
@@ -1557,14 +1567,14 @@ UNSURE = re.compile(
 
 
 def factorial(x) -> Fraction:
-    """Return x!, exactly. Raises ValueError unless x is a whole number up to 100."""
+    """Return x!, exactly. Raises ValueError unless x is a whole number from 0 to 100."""
     if x not in range(101):
         raise ValueError
     return Fraction(math.factorial(int(x)))
 
 
 def power(x, y):
-    """Return x**y. Raises OverflowError if the exact value would exceed about 2,000 bits."""
+    """Return x**y. Raises OverflowError if an exact value might have more than 2,000 bits."""
     bits = (x.numerator * x.denominator).bit_length() if isinstance(x, Fraction) else 0
     if bits * abs(y) > 2000:
         raise OverflowError
@@ -1578,7 +1588,7 @@ class Unreadable(Exception):
 class Expression:
     """An expression, parsed and evaluated by recursive descent once for each of the 12 points.
 
-    values: its value at each point; empty if the text is unreadable or ambiguous
+    values: its value at each point; empty if the text is unreadable, ambiguous or too long
     letters: its variables, including units
     n_operands: how many numbers and letters it contains
     """
@@ -1600,15 +1610,16 @@ class Expression:
             self.values = []
 
     def evaluate(self, tokens: list[str]):
-        """Return the expression's value at the point in `self.known`, or nan if it is undefined.
+        """Return the expression's value at the point in `self.known`.
 
-        Raises Unreadable if the expression is malformed or ambiguous.
+        The value is nan if it is undefined or too large. Raises Unreadable if the expression is
+        found to be malformed or ambiguous.
         """
         self.tokens = [*tokens, "end"]
         try:
             value = self.read(1)
             abs(value)  # raises OverflowError if the value is too large
-        except (ArithmeticError, ValueError):  # undefined at this point
+        except (ArithmeticError, ValueError):  # undefined or too large at this point
             return math.nan
         if self.tokens != ["end"]:
             raise Unreadable
@@ -1622,7 +1633,10 @@ class Expression:
         return True
 
     def read(self, weakest: int):
-        """Read tokens up to the first operator weaker than `weakest`, and return their value."""
+        """Read tokens until an operator is weaker than `weakest` or the expression ends.
+
+        Return the value of these tokens.
+        """
         # Read a leading sign as an operator after 0: -x is 0-x.
         is_signed = weakest == 1 and self.tokens[0] in "+-"
         value = Fraction(0) if is_signed else self.read_operand()
@@ -1639,14 +1653,15 @@ class Expression:
                 return value
             if last_sign == "/" and strength > 1 or last_sign == sign == "^":
                 raise Unreadable("1/2x and 2^3^2 have two readings")
-            self.take("+-*×/^")  # a letter, bracket or command stays: it begins the next operand
+            self.take("+-*×/^")  # a letter, "(" or command stays: it begins the next operand
             value = function(value, self.read(4 if sign == "/" else strength + 1))
             last_sign = sign
 
     def read_operand(self):
         """Read an operand and return its value.
 
-        An operand is a number, a letter, a bracketed expression, or a function with its argument.
+        An operand is a number, a letter, a bracketed expression, or a function with its arguments,
+        perhaps followed by a degree sign.
         """
         token = self.tokens.pop(0)
         if token in CLOSING:
@@ -1678,7 +1693,7 @@ FUNCTIONS = {
 }
 # fmt: on
 
-# Operator -> (how strongly it binds, its function). A bracket or a command directly after an
+# Operator -> (how strongly it binds, its function). A parenthesis or a command directly after an
 # operand multiplies that operand: 2(x+1), 2\sin x.
 OPERATORS = {
     "+": (1, operator.add),
@@ -1731,8 +1746,9 @@ def split_unit(text: str) -> tuple[str, str]:
     """Return a quantity in two forms: without its unit, and as an expression in base units.
 
     "5 km" -> ("5", "(5)*(1000*(u_{m}))");  "5" -> ("5", "5")
-    20% without its unit is 20, not 0.2, because the question may ask for a percentage. But a
-    percentage below 1, such as 0.5%, is 0.005 in both forms, so that it never equals 0.5.
+    20% without its unit is 20, not 0.2, because the question may ask for a percentage. This
+    applies only to plain numbers from ±1 on: 0.5% is 0.005 in both forms, so that it never equals
+    0.5.
     """
     match = QUANTITY.fullmatch(text)
     if not match:
@@ -1745,16 +1761,17 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def same_value(answer: str, gold: str, tolerance: float) -> bool:
-    """Whether two expressions are equal at all points where they can be compared.
+    """Whether an answer counts as equal to the gold answer.
 
-    There must be at least three such points.
+    Their values have to agree at all points where they can be compared, at least three.
 
     tolerance: The relative error that is allowed if the gold answer has no variables except units.
     """
     mine, theirs = Expression(answer), Expression(gold)
     if mine.letters != theirs.letters:
         return False
-    # Reject an answer that is not worked out yet, because it is often copied from the question.
+    # If the gold answer is a number, reject an answer with at least three more operands: it is not
+    # worked out yet, and often copied from the question.
     if not theirs.letters and mine.n_operands > theirs.n_operands + 2:
         return False
     pairs = [*zip(mine.values, theirs.values)]
@@ -1786,7 +1803,7 @@ def is_real(value) -> bool:
 
 def same_quantity(answer: str, gold: str, tolerance: float) -> bool:
     """Whether two numbers or formulas are equal. One of the two may lack its unit."""
-    # If both have the same unit, and it is not in UNITS, compare the numbers.
+    # If both have the same unit, and it cannot be read as an expression, compare the numbers.
     mine, theirs = OTHER_UNIT.fullmatch(answer), OTHER_UNIT.fullmatch(gold)
     if mine and theirs and mine[2] == theirs[2] and not Expression(mine[2]).values:
         return same_value(mine[1], theirs[1], tolerance)
@@ -1794,7 +1811,8 @@ def same_quantity(answer: str, gold: str, tolerance: float) -> bool:
     number, whole = split_unit(answer)
     gold_number, gold_whole = split_unit(gold)
     pairs = {(whole, gold_whole)}
-    if number == whole or gold_number == gold_whole:  # the answer or the gold answer has no unit
+    # Compare the numbers alone if one of the two has no unit to leave out.
+    if number == whole or gold_number == gold_whole:
         pairs.add((number, gold_number))
     if "°" not in answer + gold:  # letters may be variables, not units, as g in \frac{1}{2} g
         pairs.add((answer, gold))
@@ -1802,7 +1820,7 @@ def same_quantity(answer: str, gold: str, tolerance: float) -> bool:
 
 
 def same_equation(sides: list[str], gold_sides: list[str]) -> bool:
-    """Whether two equations differ only by terms moved to the other side: 2x+4y=3, 2x+4y-3=0.
+    """Whether two equations differ at most by terms moved to the other side: 2x+4y=3, 2x+4y-3=0.
 
     Returns False if the gold equation is solved for a letter (y=2x+3), because then the answer must
     be solved for that letter, too.
@@ -1817,7 +1835,8 @@ def same_equation(sides: list[str], gold_sides: list[str]) -> bool:
 def same_parts(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     """Whether two normalized answers have the same kind and the same parts.
 
-    The parts of lists, sets, unions and equations may be in any order.
+    The parts of lists, sets, unions and equations may be in any order. The tolerance applies only
+    to single values.
     """
     if answer == gold:
         return answer != ""
@@ -1845,8 +1864,8 @@ def same_parts(answer: str, gold: str, tolerance: float = 0.0) -> bool:
 def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     r"""Whether two answers in LaTeX or plain text mean the same: "x = \frac12" and "0.5".
 
-    A name ("x =") or a unit may be missing on one side. If the gold answer has a decimal point,
-    numbers may differ by the relative tolerance.
+    A name ("x =") or a unit may be missing on one side. If the gold answer is a single number, and
+    has a decimal point, the answer may differ by the relative tolerance.
     """
     if max(len(answer), len(gold)) > LONGEST:
         return answer.strip() == gold.strip() != ""
@@ -1869,9 +1888,9 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
 def same_short(answer: str, gold: str) -> bool:
     """Whether a short free-form answer matches the gold answer (RLPR).
 
-    Words may differ in case, articles and punctuation: "An increase." matches "increase". Numbers
-    may differ by 1 % if the gold answer has a decimal point, because a decimal number has probably
-    been measured or rounded.
+    Words may differ in articles, in punctuation and in the case of the first letter: "An Increase."
+    matches "increase". A number may differ by 1 % if the gold answer has a decimal point, because a
+    decimal number has probably been measured or rounded.
     """
     is_words = re.fullmatch(r"[^\W\d_]{2}(?:[^\W\d_]|[-\s,.;:'\"“”])*", gold)
     if is_words:
@@ -1887,16 +1906,17 @@ def repeats_formula(answer: str, question: str, gold: str) -> bool:
     r"""Whether an answer repeats a formula of the question, as \sqrt{192} does for
     "Simplify $\sqrt{192}$".
 
-    A Conductor can learn to tell a worker to repeat the formula, so repeating must not be rewarded.
-    Only operands and commands are compared. 0 and 1 are ignored, because adding them can disguise
-    a copy: x+0, 1x.
+    A Conductor can learn to tell a worker to repeat the formula, so repeating must not be rewarded
+    unless the gold answer is the same formula. Only operands and commands are compared. \frac, 0
+    and 1 are ignored, because adding them can disguise a copy: x+0, 1x.
     """
     operand = (
         r"\\(?!frac)[A-Za-z]+|(?![01](?:\.0*)?(?![\d.]))\d[\d.]*!?|(?<![A-Za-z])[^\W\d_](?![a-z])"
     )
     texts = [normalize(re.sub(r"^\s*\w\s*=", "", text)) for text in (answer, question, gold)]
     mine, asked, wanted = [" ".join(["", *re.findall(operand, text), ""]) for text in texts]
-    # Only an answer with at least two operands, a command or a factorial counts as a formula.
+    # Only an answer with an operator counts as a formula, and only if it has at least two operands,
+    # a command or a factorial.
     is_formula = mine.count(" ") > 2 or re.search(r"[\\!]", mine)
     has_operator = re.search(r"[-+*/^\\!]", answer)
     return bool(is_formula and has_operator) and mine in asked and mine != wanted
@@ -1925,8 +1945,9 @@ LETTER_LAST = re.compile(
 def letter_of(text: str, choices: list[str]) -> str | None:
     """Return the letter of the choice that a text names; None if it names no choice or several.
 
-    The text may be the letter, "B" or "(B)"; the letter with its choice, "B. the nucleus"; or the
-    text of exactly one choice, "the nucleus". Each of `choices` must be a result of `bare_choice`.
+    The text may be the letter, "B" or "So it is (B)"; the letter with its choice, "B. the nucleus";
+    or the text of exactly one choice, "the nucleus". Each of `choices` must be a result of
+    `bare_choice`.
     """
     text = re.sub(r"\*\*|\$|\\(?:text|math)(?:bf|rm|it)?(?![a-z])", "", text[:LONGEST]).strip(" .")
     whole = bare_choice(text)
@@ -1991,10 +2012,11 @@ class Grader(NamedTuple):
 def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
     """Return a grader that reads an answer from the response and compares it with the gold answer.
 
-    It also rejects a formula that is copied from the question; see repeats_formula.
+    It also rejects an answer that repeats a formula of the question (see repeats_formula), unless
+    the gold answer is that formula.
 
     Args:
-        read: read(response, *values of extra) -> the answer, or None
+        read: read(response, *values of extra) -> the answer; "" or None if there is none
         same: same(answer, gold) -> whether the answer is right
         extra: the keys of Problem.extra whose values `read` needs
     """
@@ -2020,9 +2042,9 @@ def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple =
 
 
 def own_grader(is_right: Callable) -> Grader:
-    """Return a grader that calls a user's function is_right(problem, response) -> bool.
+    """Return a grader that calls a function is_right(problem, response) -> bool.
 
-    In votes, two responses agree if they are the same text.
+    In votes, two responses agree if they are the same text, which must not be blank.
     """
 
     def check(problem, response):
@@ -2038,8 +2060,11 @@ def own_grader(is_right: Callable) -> Grader:
 
 
 def bare_text(response: str) -> str:
-    r"""Return the last \boxed{} or <answer>, else the whole response, in lower case and without
-    punctuation at its ends."""
+    r"""Return the content of the last \boxed{} or <answer>, else the whole response.
+
+    It is returned in lower case, with single spaces, and without punctuation at its ends. A text
+    that is all punctuation stays as it is.
+    """
     found = boxed(response)
     text = " ".join((response if found is None else found).casefold().split())
     return text.strip(" .,;:!?'\"`*_$()“”‘’") or text
@@ -2066,7 +2091,7 @@ def grade(problem: Problem, response: str) -> bool:
 def grade_once() -> Callable:
     """Return a version of `failure` that judges equal responses to a problem only once.
 
-    This saves time, because the rollouts of a group often contain the same program.
+    This saves time, because several rollouts of a problem often give the same response.
     """
     verdicts = {}
 
@@ -2112,8 +2137,8 @@ GRADERS = {
 
 # ---- Benchmarks ----------------------------------------------------------------------------------
 #
-# Each function below turns row n of a data set into a problem. Its docstring shows an example of a
-# row, shortened.
+# The functions whose names end in _problem turn row n of a data set into a problem. Each docstring
+# shows an example of a row, shortened.
 
 
 def math_problem(row: dict, n: int) -> Problem:
@@ -2192,8 +2217,9 @@ class Source(NamedTuple):
 def benchmark(name: str, split: str, limit: int | None) -> list[Problem]:
     """Return a benchmark's problems in a random but fixed order. The first `limit` are enough.
 
-    Rows that are not in DATA yet are downloaded. If one data set serves both splits, a hash of the
-    question divides it: one fifth is for testing, three fifths are for training, one is unused.
+    If the source is sampled, only its pages are in random order. Rows that are needed and not in
+    DATA yet are downloaded. If one data set serves both splits, a hash of the question divides it:
+    about one fifth is for testing, three fifths are for training, one is unused.
     """
     source = SOURCES[f"{name}/{split}"]
     serves_both_splits = [*SOURCES.values()].count(source) == 2
@@ -2222,7 +2248,7 @@ def benchmark(name: str, split: str, limit: int | None) -> list[Problem]:
 def hub_file(repository: str, file: str) -> str:
     """Return the local path of a data set's file, after downloading it if it is missing.
 
-    A gated data set needs HF_TOKEN in the environment.
+    To download a gated data set, set HF_TOKEN in the environment.
     """
     folder = f"{DATA}/{repository}"
     endpoint = os.environ.get("HF_ENDPOINT") or None
@@ -2251,7 +2277,7 @@ def rows_of_file(source: Source):
 def rows_of_viewer(source: Source):
     """Yield (number, row) for the rows of a data set, from the hub's dataset viewer.
 
-    Each page of rows is fetched when its first row is needed, and then kept in a file.
+    Each page of rows is fetched when it is first needed, and then kept in a file.
     """
     starts = list(range(0, source.count, 100))  # The viewer returns at most 100 rows at a time.
     if source.is_sampled:
@@ -2362,24 +2388,25 @@ SOURCES = {
 }
 # fmt: on
 
-# The training problems of the paper's run
+# Training problems like those of the paper's run
 
 MIXES = {
-    # 960 problems, chosen by "difficulty and diversity" (App. A.2)
+    # The paper: 960 problems, chosen by "difficulty and diversity" (App. A.2)
     "paper": {"math500": 240, "mmlu": 240, "rlpr": 240, "livecodebench": 240},
-    # 350 of these 960 problems, with which the paper also trains further rounds (App. A.1)
+    # The paper: 350 of these 960 problems, with which it also trains further rounds (App. A.1)
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
-# The names that --benchmarks accepts
+# The names that --benchmarks accepts, besides files
 BENCHMARKS = ["laptop", *MIXES, *dict.fromkeys(key.split("/")[0] for key in SOURCES)]
 CANDIDATES = 600  # `prepare` chooses from at most this many problems of each benchmark
 
 
 def prepare(settings: "Settings"):
-    """Write the paper's training problems to DATA/paper.jsonl and DATA/recursion.jsonl.
+    """Write training problems like the paper's to DATA/paper.jsonl and DATA/recursion.jsonl.
 
     From each benchmark, the hardest candidates are taken if levels are known, else the first ones.
-    With a pool, only candidates that can teach (see `can_teach`) are taken.
+    With a pool, only candidates that can teach (see `can_teach`) are taken, so there may be fewer
+    problems than the paper had.
     """
     # Choose the problems from each benchmark.
     pool = []
@@ -2413,9 +2440,9 @@ def prepare(settings: "Settings"):
 
 
 def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Problem]:
-    """Return the problems that can teach, after asking every worker each problem twice.
+    """Return those problems that can teach, after asking every worker each problem twice.
 
-    Prints the headroom of the pool on these problems.
+    Prints the workers' results on all the problems, and their headroom (see `headroom`).
     """
     setup = Setup(Settings(repeats=2), pool)
     pools = [pool] * len(problems)
@@ -2436,8 +2463,8 @@ def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Pro
 def can_teach(right: np.ndarray) -> np.ndarray:
     """Return a bool for each problem: True if one worker is always right and another always wrong.
 
-    On any other problem, differences between workers may be luck, so the problem cannot teach which
-    worker to choose.
+    On any other problem, differences between workers may be luck, so the problem teaches little
+    about which worker to choose.
 
     Args:
         right: The result of `right_answers`.
@@ -2472,7 +2499,7 @@ def check_sandbox():
 def run_code(
     program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4
 ) -> list[bytes | None]:
-    """Run an untrusted program on each test, every time in a fresh sandbox (bubblewrap).
+    """Run an untrusted program on tests, each time in a fresh sandbox (bubblewrap).
 
     Args:
         name: the function, or method of the class Solution, to call; each line of a test is an
@@ -2486,11 +2513,11 @@ def run_code(
     and of all tests after it are None. Raises OSError if programs cannot run on this machine.
 
     The sandbox protects against
-        * reading or changing files: the program sees Python and the system's libraries, read-only,
-          and an empty /tmp of 128 MiB
+        * reading or changing files: the program sees Python and the system's programs and
+          libraries, read-only, and empty folders /tmp and /dev/shm of 128 MiB each
         * using the network: the sandbox has only its own loopback device
         * stealing keys: the program inherits none of your environment variables or open files
-        * looking up or forging answers: expected outputs never enter the sandbox, and outputs are
+        * looking up or forging expected outputs: these never enter the sandbox, and outputs are
           compared outside
         * touching other processes: the program sees only its own processes, at most 64, which are
           killed at the end of the test
@@ -2501,9 +2528,10 @@ def run_code(
         * bugs in the kernel or in bubblewrap: system calls are not filtered
         * many processes that use much memory together, because the limit is per process; but if
           memory runs out, the kernel kills the program before other processes
-        * a BigCodeBench solution that patches unittest, since its tests run in the same process
-        * anything with --sandbox=none, which keeps only the limits and, if you are root, the switch
-          to a different user
+        * a BigCodeBench solution that reads its tests or patches unittest, since these run in the
+          same process
+        * access to files, the network and other processes with --sandbox=none, which keeps the
+          limits and, if you are root, the switch to a different user
     """
     outputs = []
     for test in tests:
@@ -2512,7 +2540,7 @@ def run_code(
     return outputs
 
 
-# PRELUDE runs before a program. Like LiveCodeBench's (import_string in
+# PRELUDE runs before a program, except BigCodeBench's. Like LiveCodeBench's (import_string in
 # lcb_runner/evaluation/testing_util.py), it imports these modules and raises two limits.
 PRELUDE = """
 from string import *
@@ -2615,7 +2643,7 @@ def run_test(
 
 
 def wait_and_kill(process: subprocess.Popen, ready: int, seconds: float) -> tuple[bool, bool]:
-    """Wait until the driver is ready, give it `seconds` to end, then kill what is still running.
+    """Wait until the driver is ready, give it `seconds` to end, then kill its process group.
 
     Returns (whether the program started, whether it ended in time).
     """
@@ -2626,7 +2654,8 @@ def wait_and_kill(process: subprocess.Popen, ready: int, seconds: float) -> tupl
     started = ready in dict(poll.poll(60_000))  # ms, enough for a busy machine
     poll.unregister(ready)
     ended = bool(poll.poll(1000 * seconds if started else 0))
-    os.killpg(process.pid, signal.SIGKILL)  # kills bwrap, and with it all processes in the sandbox
+    # With bwrap, this also ends all processes in the sandbox.
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     os.close(end)
     return started, ended
@@ -2663,8 +2692,8 @@ MAX_OUTPUT = 32 << 20  # bytes
 
 def limits(seconds: float, memory: int, user: int | None) -> dict[str, int]:
     """Return the resource limits of a program: {name without RLIMIT_: limit}."""
-    # RLIMIT_NPROC counts all processes of the user who runs the program. If that is you, your other
-    # processes count, too, so the limit is higher.
+    # RLIMIT_NPROC counts all processes of the user who runs the program. If that is you, and there
+    # is no sandbox, your other processes count, too, so the limit is higher.
     counts_all_of_the_user = SANDBOX == "none" and not user
     return {
         "AS": memory << 30,
@@ -2679,8 +2708,8 @@ def limits(seconds: float, memory: int, user: int | None) -> dict[str, int]:
 
 def sandbox_command() -> list[str]:
     """Return the bwrap command that runs another command in the sandbox."""
-    # List what is visible in the sandbox: the system's programs and libraries, Python, and a few
-    # files that they need.
+    # List the parts of this machine that are visible in the sandbox: the system's programs and
+    # libraries, Python, and a few files that they need.
     shown = {"/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/hosts"}
     python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
     for prefix in ("/usr", "/usr/local", sys.prefix, sys.base_prefix, python):
@@ -2715,7 +2744,7 @@ as another user, who has to read Python)."""
 
 # The script that runs in the sandbox. Its arguments are three file descriptors: one to read the job
 # from (JSON), an eventfd that it signals just before it starts the program under test, and one to
-# write the output to.
+# write a function's result to.
 DRIVER = """
 import contextlib, json, os, resource, sys, types
 
@@ -2762,7 +2791,8 @@ if name:
 
 def extract_code(response: str) -> str:
     """Return a response's program: the last fenced block that is marked as Python, else the last
-    block, else the content of the last <answer> tag. The last block's closing fence may be missing.
+    block, else the content of the last <answer> tag, else "". The last block's closing fence may be
+    missing.
 
     "So:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```" -> "print(1)"
     """
@@ -2811,7 +2841,7 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
 def find_wrong_test(
     code: str, tests: list, fn_name: str | None = None, seconds: float = 6.0
 ) -> str:
-    """Run a program on its tests until one fails. Return why it failed, or "" if all passed.
+    """Run a program on its tests until it fails one. Return why it failed, or "" if it passed all.
 
     Args:
         tests: [input, expected output] pairs
@@ -2900,8 +2930,8 @@ class Settings:
     checkpoint: str = flag(os.path.join(ASSETS, "laptop"), "the Conductor's folder")
     pool: str = flag(
         "",
-        "the workers: a name or a file, see workers.py. By default, a comparison uses the local "
-        "pool that the Conductor was trained with, and `prepare` calls no workers",
+        "the workers: a name or a file, see workers.py. By default, a comparison uses `local` or "
+        "the local pool that its Conductor was trained with, and `prepare` calls no workers",
     )
     limit: int = flag(225, "the maximum number of problems of each benchmark")
     repeats: int = flag(1, "how many times to ask each problem")
@@ -2911,7 +2941,8 @@ class Settings:
     only: str = flag("", "the workers that a Conductor may use, comma-separated; by default all")
     prompt_style: str = flag(
         "",
-        "ood, in or mixed (few-shot examples), zero-shot or short; by default as in training",
+        "ood, in or mixed (few-shot examples), zero-shot or short; by default as in training, "
+        "or ood for the system seat",
     )
     lessons: str = flag(
         "",
@@ -2945,7 +2976,10 @@ CHOICES = {  # flag -> the values it accepts
 
 
 def check_flags(settings: Settings, words: list[str]):
-    """Raise ValueError, naming the fault, if the settings or words of a command line are wrong."""
+    """Raise ValueError, naming the fault, if the settings or words of a command line are wrong.
+
+    The names of systems, workers and benchmarks are checked later.
+    """
     require(words in ([], ["prepare"]), f"there is no command {' '.join(words)!r}, only prepare")
     for name, choices in CHOICES.items():
         value = getattr(settings, name)

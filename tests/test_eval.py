@@ -1,6 +1,6 @@
 """Tests of eval.py: its systems, the tables of a comparison, and the command line.
 
-Most workers are Python functions. Results are compared with numbers worked out by hand.
+Most workers are Python functions, and most expected numbers were worked out by hand.
 """
 
 import json
@@ -223,7 +223,10 @@ def test_seconds_are_those_of_the_longest_chain_of_steps():
 
 
 def of_worker(right: str, n_repeats: int = 1, cost=0.5) -> list[Rollout]:
-    """Return rollouts of p0, p1, …: right for each 1 in the text, wrong for 0, lost for a dot."""
+    """Return rollouts of p0, p1, …: right for each 1 in the text, wrong for 0, lost for a dot.
+
+    The text covers all problems n_repeats times.
+    """
     n_problems = len(right) // n_repeats
     rollouts = []
     for i, letter in enumerate(right):
@@ -496,7 +499,7 @@ def test_what_is_wrong_is_said_before_anybody_is_asked(tmp_path, monkeypatch, ca
 
 
 def test_results_appear_when_they_are_complete_and_replace_nothing(tmp_path, monkeypatch, capsys):
-    """A killed evaluation leaves no results, and a complete one is never overwritten."""
+    """An interrupted evaluation leaves no results, and those of a complete one stay as they are."""
     monkeypatch.chdir(tmp_path)
     words = ["--systems=workers", "--worker=coder", "--limit=3", "--out=ev"]
 

@@ -1,7 +1,7 @@
-"""Tests of graders, compared with tables of answers that a person judged right or wrong.
+"""Tests of graders on tables of answers that have been judged right or wrong.
 
-Further tests make small changes that turn right answers into wrong ones, and feed the graders texts
-that are made to crash them or to keep them busy forever.
+Further tests make small changes that turn right answers into wrong ones, and feed the graders
+random texts, and texts that are made to crash them or to keep them busy forever.
 """
 
 import json
@@ -250,7 +250,8 @@ SPOILS = (
 def test_rewritten_answers_are_right_and_spoilt_ones_wrong(gold):
     """A gold answer in a different spelling is right.
 
-    It is wrong if a digit, a sign, a bracket, a letter or a unit changes, or if words are added.
+    It is wrong if a digit, a sign, a bracket, a letter, a command or a unit in it changes, or if
+    words or symbols are added.
     """
     fraction = re.compile(r"\\frac\{(\d+)\}\{(\d+)\}")
     for same in (
@@ -672,7 +673,7 @@ HOSTILE = [
 
 
 def test_hostile_answers_take_bounded_time_and_memory(tmp_path):
-    """Every grader refuses each of these texts without an exception, before the timeout."""
+    """No text raises an exception or takes too long, and same_math and same_short accept none."""
     program = """
 import json, resource, sys
 from eval import final_answer, pick_letter, same_math, same_short
