@@ -661,7 +661,7 @@ class ChatTemplate:
     turn: str  # one message, with the placeholders {role} and {content}
     ends: tuple[str, ...]  # the token that ends a turn, then further tokens that end generation
     begin: str = ""  # the text before the first turn
-    system: str = ""  # the default system message, used if a conversation has none
+    system: str = ""  # the system message put first unless a conversation begins with one
     opening: str = ""  # the text put at the start of the assistant's next answer
     clean: Callable = lambda role, content: content  # returns the content to put into `turn`
     jinja_clean: str = "m['content']"  # what `clean` returns for a message m, in Jinja

@@ -263,7 +263,9 @@ class Settings:
     )
     save_every: int = flag(40, "iterations between checkpoints")
     wandb: bool = flag(False, "also send the metrics to Weights & Biases")
-    resume: bool = flag(False, "continue from the newest checkpoint in --out")
+    resume: bool = flag(
+        False, "continue the run in --out, from its newest checkpoint if it has one"
+    )
     dry_run: bool = flag(
         False,
         "try the largest update, print what the run needs and what is missing, and exit",
