@@ -811,10 +811,11 @@ def right_answers(alone: dict[str, list[Rollout]], repeats: int) -> np.ndarray:
 def headroom(right: np.ndarray) -> dict[str, dict]:
     """Return {label: table row}: the accuracy that a perfect choice between answers would have.
 
-    "oracle" is the share of problems that at least one worker solves. Part of it is luck: a single
-    worker also solves more problems if it may answer twice. So compare "either of two workers" (the
-    mean over all pairs) with "either of one worker's two answers" (the mean over all workers).
-    Workers complement each other only if the former is higher. The latter needs several repeats.
+    "oracle" is the share of problems that at least one worker solves, a mean over all repeats. Part
+    of it is luck: a single worker also solves more problems if it may answer twice. So compare
+    "either of two workers" (the mean over all pairs) with "either of one worker's two answers" (the
+    mean over all workers), which needs several repeats. Workers complement each other only if the
+    former is higher.
 
     Args:
         right: The result of `right_answers`. Problems with a lost answer are left out. If no
@@ -1037,7 +1038,7 @@ LEGEND = {  # label of a row or a column, or "?" -> what it means
 
 
 def print_with_legend(text: str):
-    """Print a table, followed by the entries of LEGEND for its rows and columns."""
+    """Print a table, followed by the entries of LEGEND for its rows, its columns and "?"."""
     print(f"\n{text}\n")
     for name, meaning in LEGEND.items():
         if re.search(rf"(?m)(?:^|  ){re.escape(name)}(?: |$)", text):
@@ -2519,8 +2520,8 @@ def run_code(
         * stealing keys: the program inherits none of your environment variables or open files
         * looking up or forging expected outputs: these never enter the sandbox, and outputs are
           compared outside
-        * touching other processes: the program sees only its own processes, at most 64, which are
-          killed at the end of the test
+        * touching other processes: the program sees only those in its sandbox, at most 64, which
+          are killed at the end of the test
         * exhausting the machine: time, memory, output and open files are limited, and the program
           starts on one core, which honest programs do not leave
 
