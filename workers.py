@@ -54,7 +54,7 @@ CUT_OFF = ("max_tokens", "model_context_window_exceeded", "model_length")
 INTERRUPTED = ("error", "abort", "insufficient_system_resource")
 MAX_BODY = 32 << 20  # the maximum size of a response, in bytes
 HARD_FAILURES = 6  # a call gives up after this many failures; a busy provider does not count as one
-# Probe a silent connection once a minute, so that no router drops it while a model thinks.
+# Probe a silent connection about once a minute, so that no router drops it while a model thinks.
 SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
