@@ -1121,7 +1121,7 @@ def progress(what: str, items: Sequence) -> tqdm:
 # The math and short graders take four steps: find the answer in the response, normalize the
 # spelling of the answer and of the gold answer, split both into parts, and compare the values of
 # the parts. An answer that can be read in several ways matches only the same normalized spelling.
-# Only the code and unittest graders run responses, in the sandbox unless --sandbox=none is set.
+# Of the built-in graders, only code and unittest run responses, in the sandbox unless it is off.
 
 LONGEST = 1000  # characters; a longer math or short answer is compared only as a text
 
