@@ -208,7 +208,7 @@ class Settings:
         "how much advantage a rollout loses for each dollar that it costs above the mean of its "
         "question's rollouts",
     )
-    iterations: int = flag(120, "number of iterations")
+    iterations: int = flag(160, "number of iterations")
     n_questions: int = flag(32, "number of questions in each iteration")
     ask_solved_probability: float = flag(
         0.1,
@@ -301,7 +301,6 @@ PRESETS = {
     "small": dict(
         init_from="Qwen/Qwen2.5-0.5B-Instruct",
         max_steps=3,
-        iterations=160,
         n_questions=16,
         lr=5e-5,
         token_budget=4096,
@@ -327,7 +326,6 @@ PRESETS = {
         subset=4,
         warm_steps=1600,
         max_new_tokens=112,
-        iterations=160,
         beta=0.2,
     ),
 }
