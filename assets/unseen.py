@@ -16,6 +16,7 @@ Each question gets a separate pool, in a random order. The six tests differ in t
 A Conductor that does not read notes sees only numbers, so it can only guess who is who.
 """
 
+import argparse
 import collections
 import copy
 import os
@@ -146,4 +147,7 @@ def main(checkpoints: list[str]):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    page = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=page)
+    parser.add_argument("checkpoints", nargs="+", help="folders with trained Conductors")
+    main(parser.parse_args().checkpoints)

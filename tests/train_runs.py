@@ -99,7 +99,10 @@ def run_rank(program, flags, env, said, folder):
 
 
 def end_of(run):
-    """Wait for a run to end; return (the highest exit status of its ranks, stdout, stderr).
+    """Wait for a run to end; return (its exit status, stdout, stderr).
+
+    The status is the highest of the ranks' statuses. If that is 0, it is the lowest, which is
+    negative if a signal killed a rank.
 
     After 400 s for each rank, those that still run are killed.
     """
@@ -107,7 +110,8 @@ def end_of(run):
         rank.join(timeout=400)
     kill(run)
     texts = [Path(run.said, name).read_text() for name in ("stdout", "stderr")]
-    return max(rank.exitcode for rank in run.ranks), *texts
+    statuses = [rank.exitcode for rank in run.ranks]
+    return max(statuses) or min(statuses), *texts
 
 
 def train(*flags, ranks=1):
