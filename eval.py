@@ -1576,8 +1576,8 @@ def factorial(x) -> Fraction:
 
 def power(x, y):
     """Return x**y. Raises OverflowError if an exact value might have more than 2,000 bits."""
-    bits = (x.numerator * x.denominator).bit_length() if isinstance(x, Fraction) else 0
-    if bits * abs(y) > 2000:
+    grows = isinstance(x, Fraction) and abs(x) != 1
+    if grows and (x.numerator * x.denominator).bit_length() * abs(y) > 2000:
         raise OverflowError
     return x**y
 
