@@ -344,8 +344,8 @@ EXHAUSTED = (
 def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Reply:
     """Read a response and return the reply in it.
 
-    Raises Failure if the response is too large or contains no reply, and TimeoutError if
-    time.monotonic() passes `deadline` before the response ends.
+    Raises Failure if the response is an error, is too large or contains no reply, and TimeoutError
+    if a piece of it arrives after `deadline`, a time of time.monotonic().
     """
     body = bytearray()
     for piece in iter(lambda: response.read1(1 << 16, decode_content=True), b""):
@@ -1107,7 +1107,7 @@ LOCAL = {  # pool -> its workers' names, such as "coder" or "tired coder"; "tire
 
 
 def local_note(name: str) -> str:
-    """Return a local worker's note, which tells a Conductor what the worker is good at."""
+    """Return a local worker's note, which tells a Conductor what to tell the worker."""
     instructions = TRADES.get(name.rpartition(" ")[2], ("", {}))[1]
     if not instructions:
         return f"It tries everything, and is seldom right; it is a {name}"

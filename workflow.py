@@ -1150,7 +1150,10 @@ def printable(text: str) -> str:
 
 
 def show(file: str, number: int | str | None = None) -> str:
-    """Return a line per rollout in a JSON Lines file, or a view of the rollout on line `number`."""
+    """Return a summary of a JSON Lines file of rollouts, in which each rollout has one line.
+
+    With `number`, return a view of the rollout on that line of the file instead, counting from 0.
+    """
     rows = []
     for i, rollout in enumerate(read_rollouts(file)):
         if str(i) == str(number):

@@ -128,7 +128,7 @@ def test_lost_rollouts_are_in_no_statistic(junk):
     """A masked rollout gets an advantage of 0, and its reward influences no other advantage."""
     mask = [[True, True, False, True], [False] * 4, [False, True, False, False]]
     got = advantages([[0.0, 0.0, junk, 1.5], [junk, 1, 0, 1], [0, 1.0, 0, junk]], mask)
-    scale = math.sqrt(0.5)  # of [0, 0, 1.5]: mean .5, variance .5
+    scale = math.sqrt(0.5)  # the std of [0, 0, 1.5], whose mean is 0.5
     expected = torch.tensor([[-0.5, -0.5, 0, 1.0], [0, 0, 0, 0], [0, 0, 0, 0]]) / scale
     torch.testing.assert_close(got, expected)
 

@@ -640,7 +640,11 @@ LLAMA3 += ["<|eom_id|>", "<|eot_id|>"]
 
 
 def bpe(control=CHATML) -> BPE:
-    """Return a byte-level BPE of about 300 tokens, followed by control tokens, as in Qwen2.5."""
+    """Return a byte-level BPE of about 300 tokens, followed by these control tokens.
+
+    With ChatML's control tokens, it also has the tags of Qwen3's thinking, which are no control
+    tokens.
+    """
     made = BPE(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -649,7 +653,7 @@ def bpe(control=CHATML) -> BPE:
     made.train_from_iterator(TEXTS * 5, trainer)
     made.add_special_tokens(control)
     if control == CHATML:
-        made.add_tokens(["<think>", "</think>"])  # as in Qwen3, not special tokens
+        made.add_tokens(["<think>", "</think>"])
     return made
 
 

@@ -538,7 +538,7 @@ def test_a_file_whose_import_ends_is_an_error_that_names_it(ending, tmp_path):
     with pytest.raises(ValueError, match="jane: function: .*tools.py cannot be imported: "):
         load_pool(spec)
     with pytest.raises(ValueError, match="tools.py cannot be imported: "):
-        workers.load_function(f"{tmp_path}/tools.py:f")  # as a reward or a grader
+        workers.load_function(f"{tmp_path}/tools.py:f")  # loads a reward or a grader
 
 
 @pytest.mark.parametrize("name", ["end", "own"])
