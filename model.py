@@ -96,7 +96,7 @@ class Config:
         if missing:
             raise ValueError(f"{file} does not say {', '.join(missing)}")
 
-        # Keep only the settings that `stretch` uses, and rope_type for a saved config.json.
+        # Keep what `stretch` uses, and rope_type, which save_pretrained writes to config.json.
         found["rope_scaling"] = None
         if found["rope_type"] == "llama3":
             found["rope_scaling"] = {key: found[key] for key in ("rope_type", *LLAMA3_ROPE)}
@@ -160,8 +160,8 @@ def is_worth_fusing(x) -> bool:
     """Return whether to compile a function of x, instead of running one kernel per operation.
 
     Calling a compiled function costs about 0.1 ms of CPU time. If x is large, this time is hidden,
-    because the GPU is busy for longer. The sampler, which runs in inference mode, rarely makes such
-    calls, because it replays its steps as CUDA graphs.
+    because the GPU is busy for longer. In inference mode, which only the sampler uses, x may be
+    small: the sampler rarely makes such calls, because it replays its steps as CUDA graphs.
     """
     return in_bf16_on_gpu(x) and (torch.is_inference_mode_enabled() or x.numel() >= FUSE_FROM)
 
@@ -173,8 +173,8 @@ FUSE_FROM = 1 << 24  # min elements of x that make fusing worthwhile outside inf
 def compiled(function):
     """Return `function` wrapped by torch.compile, which makes a kernel for each kind of arguments.
 
-    One kernel serves tensors of different sizes, but a size of 1, a model with different widths,
-    and turning gradients on or off each require another kernel. At most 64 kernels are made for
+    One kernel serves different numbers of tokens, but a size of 1, a model with different widths,
+    and turning gradients on or off can each require another kernel. At most 64 kernels are made for
     each function. After that, a call with a new kind of arguments runs without compilation.
     """
     announce_compilation()
@@ -723,10 +723,10 @@ LLAMA3_CHAT = ChatTemplate(
 def find_template(bpe: BPE, model_type: str) -> ChatTemplate:
     """Return the chat template that fits the tokenizer.
 
-    A template fits if the tokenizer has all control tokens in `template.turn`, and does not use
-    them to encode plain text that spells them. A tokenizer with ChatML's control tokens gets
-    Qwen3's template if the model is a Qwen3, and Qwen2.5's otherwise. Raises ValueError if no
-    template fits.
+    A template fits if the tokenizer has all control tokens in `template.turn`, and never produces
+    them from a text that spells them out. A tokenizer with ChatML's control tokens gets Qwen3's
+    template if the model is a Qwen3, and Qwen2.5's otherwise. Raises ValueError if no template
+    fits.
     """
     for template in (QWEN3_CHAT if model_type == "qwen3" else QWEN2_CHAT, LLAMA3_CHAT):
         tokens = re.findall(CONTROL_TOKEN, template.turn)
@@ -785,8 +785,8 @@ class Tokenizer:
     def save_pretrained(self, path: str):
         """Write tokenizer.json and, for other programs, the chat template and the end tokens.
 
-        If the folder already holds a Qwen2 and this tokenizer is not Qwen's, the model is saved
-        again, as a Llama (see `has_qwen_tokenizer`).
+        If the folder already holds a Qwen2 model and this tokenizer is not Qwen's, the model is
+        saved again, as a Llama (see `has_qwen_tokenizer`).
         """
         self.bpe.save(os.path.join(path, "tokenizer.json"))
         config = {
@@ -904,7 +904,7 @@ def fetch(name: str, *patterns: str) -> str:
 
 
 def read_json(file: str) -> dict:
-    """Read a JSON file as a dict. Raises ValueError, naming the file, if its text makes no dict."""
+    """Read a JSON file as a dict. Raises ValueError, naming the file, if that is impossible."""
     with open(file, encoding="utf-8") as f:
         try:
             return dict(json.load(f))
@@ -944,7 +944,7 @@ def configure(settings, argv: list[str]) -> list[str]:
     parser.error = usage_error  # so that argparse's errors look like those found below
     group = parser.add_argument_group("flags, with their defaults in brackets")
     known = ["--help"]
-    switches = {}  # another spelling of a bool's flag -> argparse's
+    switches = {}  # another spelling of a bool's flag -> the spelling that argparse knows
     for f in fields(settings):
         default = getattr(settings, f.name)
         if isinstance(default, bool):
@@ -971,7 +971,7 @@ def configure(settings, argv: list[str]) -> list[str]:
 
 
 class ManualPage(argparse.RawDescriptionHelpFormatter):
-    """Lays out --help in at most 100 columns, and breaks no name, such as zero-shot, in two."""
+    """Lays out --help in at most 100 columns, without splitting names such as zero-shot."""
 
     def __init__(self, prog: str):
         width = min(100, shutil.get_terminal_size().columns)

@@ -192,7 +192,7 @@ def attend_plainly(q, prompt_kv, prompt_length, own_kv, t):
     prompt_k, prompt_v = prompt_kv.float()  # each (Q, Hkv, P, D)
     own_k, own_v = own_kv.float().unflatten(1, (Q, R))  # each (Q, R, Hkv, T, D)
 
-    # Compute the scores. All R*G queries that share a prompt's keys of one head form one matrix.
+    # Compute the scores. The R*G queries that share one prompt and key head form one matrix.
     own_q = q.float().view(Q, R, Hkv, -1, D)  # (Q, R, Hkv, G, D)
     own_scores = own_q @ own_k.mT  # (Q, R, Hkv, G, T)
     prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D)
@@ -395,7 +395,7 @@ class Grid:
             self.rollouts = torch.arange(N)  # the index of each cell's rollout
             self.seeds = seeds.flatten().to(self.device)
             self.newest = torch.zeros(N, dtype=torch.long)  # the token that each cell drew last
-            self.prompt_length = torch.tensor([len(prompt) for prompt in prompts])  # (Q)
+            self.prompt_length = torch.tensor([len(prompt) for prompt in prompts])  # (Q), not (N)
         self.prompt_kv = cache(model, self.Q, self.P)
         self.own_kv = cache(model, N, room)
 

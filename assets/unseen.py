@@ -6,7 +6,7 @@
 The Conductors answer held-out questions of the laptop world or, in the last test, new questions.
 Each question gets a separate pool, in a random order. The six tests differ in these pools:
 
-* orders: the five workers of training;
+* orders: the five workers of training, for comparison;
 * three workers: those that the question needs, and others to make three (training: four or five);
 * seven workers: the five workers of training, and a second worker for each of two trades;
 * reworded: the five workers of training, but with notes in other words;

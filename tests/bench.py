@@ -169,9 +169,9 @@ def sampler(
     `questions` prompts. A prompt has `prompt` random ids, and a rollout has `new` tokens. On a GPU,
     `Qwen.join` speeds up our model, as in a training run.
 
-    `beside` lists the alternatives to time, too: "transformers", for the generate of transformers;
-    "unshared", for our generate with a separate prompt for every rollout; and folders of other
-    checkouts of this repository.
+    `beside` lists what else to time: "transformers", for the generate of transformers; "unshared",
+    for our generate with a separate prompt for every rollout; and folders of other checkouts of
+    this repository.
 
     The roofline is the speed of a decode step that reads the weights and the cached keys and values
     once, at the rate at which this machine copies memory.
@@ -281,12 +281,12 @@ def update(
 
     `length` is the number of tokens in a rollout, or a range such as 40-80 from which each
     rollout's number is drawn. A micro-batch has at most `budget` tokens, unless a prompt and a
-    single rollout have more, and the rollouts of a prompt share one copy of the prompt. With
+    single rollout have more. In a micro-batch, the rollouts of a prompt share one copy of it. With
     --kl=1, the KL to a second model is computed, too. With --recompute=1, the backward pass
     computes every layer a second time.
 
-    `beside` lists the alternatives to time, too: "naive", for our code with a separate prompt for
-    every rollout; "transformers", for its model on a padded batch of rollouts, each with a separate
+    `beside` lists what else to time: "naive", for our code with a separate prompt for every
+    rollout; "transformers", for its model on a padded batch of rollouts, each with a separate
     prompt; and folders of other checkouts of this repository.
 
     Utilisation is our floating-point operations per second divided by those of a large matrix
@@ -315,7 +315,7 @@ def update(
 
         return step
 
-    # name -> (function that computes a micro-batch, rollouts that share one copy of their prompt)
+    # name -> (function that computes a micro-batch, number of rollouts per copy of a prompt)
     longest = max(map(max, lengths))
     together = min(n, max(1, (budget - prompt) // longest))
     ours = packed(grpo, qwen, reference)

@@ -121,7 +121,7 @@ def test_a_packed_row_attends_in_one_kernel_as_it_does_in_turn():
 
 
 def test_a_joined_and_compiled_model_is_the_model(wide, monkeypatch):
-    """With 7B's widths in bf16, the mean difference of a log-probability is less than 0.02."""
+    """With 7B's widths in bf16, log-probabilities differ by less than 0.02 on average."""
     ids = torch.randint(150_000, (2, 200), device="cuda")
     with torch.inference_mode():  # here, @fused compiles its functions for small tensors, too
         compiled = wide(ids).log_softmax(-1)

@@ -348,7 +348,7 @@ def test_a_new_7b_has_the_published_size():
 
 # ---- Saving, and bad checkpoints ---------------------------------------------------------------
 def test_saving_over_a_checkpoint_leaves_nothing_of_it(tmp_path):
-    """The old checkpoint's files are no longer loaded. A model loaded from them does not change."""
+    """The old checkpoint's files are no longer loaded. A model loaded earlier does not change."""
     theirs = shake(Qwen2ForCausalLM(Qwen2Config(**shape_of("grouped"))))
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     first, second = Qwen.from_pretrained(str(tmp_path)), shake(tiny(), seed=5)
@@ -677,7 +677,7 @@ CHATS = [
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("model_type", STYLES)
 def test_chat_equals_the_template_in_transformers(model_type, chat, tmp_path):
-    """`chat` returns the ids of transformers' template; transformers loads the same end tokens."""
+    """transformers computes the ids of `chat` from the saved template, and loads our end tokens."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     ours = Tokenizer(bpe(STYLES[model_type]), model_type)
     ours.save_pretrained(str(tmp_path))
@@ -777,8 +777,8 @@ SAMPLES += ["def f(x):\n\n\treturn x['a']  # don't\n", "  東京 🙂!!!\n", *TE
 def test_transformers_reads_texts_as_we_do(model_type, split, tokenizer_first, tmp_path):
     """From the files that we save, transformers computes the same ids and greedy tokens as we do.
 
-    A Qwen2 whose tokenizer splits words in a different way is saved as a Llama. The tokenizer in
-    this test has a rule that puts a token before each text. Our Tokenizer removes such rules, so
+    A Qwen2 whose tokenizer does not split words as Qwen's does is saved as a Llama. The tokenizer
+    in this test has a rule that puts a token before each text. Our Tokenizer removes such rules, so
     the saved tokenizer has none.
     """
     made = bpe()

@@ -26,7 +26,7 @@ from sample import Completion, generate, generate_each
 from test_model import bpe
 
 torch.set_num_threads(1)
-LONG = 80  # tokens of a completion; more than two buckets of the cache hold
+LONG = 80  # tokens of a completion: more than fit into two buckets of the cache
 
 
 def tiny(vocab=40, **changes):
