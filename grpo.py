@@ -219,12 +219,12 @@ def update(
         max_grad_norm: A gradient with a larger norm is scaled down to this norm.
 
     Returns:
-        {name: number}: the mean of each of STATISTICS over the tokens of all ranks' rollouts that
-        have an advantage or a KL term (None if none has), grad_norm before clipping, and skipped,
-        which is 1 if the step was skipped and 0 otherwise.
+        {name: number}: the mean of each of STATISTICS over the tokens of all ranks' rollouts whose
+        advantage or KL weight is not 0 (None if there are none), grad_norm before clipping, and
+        skipped, which is 1 if the step was skipped and 0 otherwise.
     """
-    # Rollouts with neither an advantage nor a KL term have no gradient. They still count in the
-    # mean, which divides by the number of all rollouts.
+    # Rollouts whose advantage and KL weight are both 0 have no gradient. They still count in Eq. 1,
+    # which divides by the number of all rollouts.
     device = model.device
     with_gradient = [r for r in rollouts if r.advantage or beta * r.wrong_share]
     batches = micro_batches(with_gradient, token_budget)

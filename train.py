@@ -694,7 +694,7 @@ def learn(run: Run, groups: Groups, settings: Settings, iteration: int) -> list[
     """Take one optimizer step on each minibatch (Eq. 1); return the statistics of each `update`.
 
     After the first step, the policy is no longer the one that sampled the rollouts, so the clip in
-    Eq. 1 begins to matter. Three skipped steps in a row end the program.
+    Eq. 1 begins to matter. If `update` skips three steps in a row, the program ends.
 
     If the share of wrong answers to a question exceeds RARELY_RIGHT, every minibatch contains all
     right rollouts of that question. If each were in only one minibatch, the KL penalty in the other
@@ -1479,7 +1479,7 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
 
 
 def try_run(settings: Settings, config: Config, entries: list[dict]):
-    """Do the largest update with random weights, and print how long it takes.
+    """Do the update of `largest_step` with random weights, and print how long it takes.
 
     If the pool's `entries` are given and all workers are free, also prints an estimate of how long
     the whole run takes. On a CPU, a model of more than 100 million parameters is not tried.
@@ -1952,7 +1952,7 @@ def newest_checkpoint(settings: Settings) -> Path | None:
 def check_sums(folder: Path):
     """Raise ValueError if any file of a checkpoint has changed or vanished since it was saved."""
     file = folder / "checksums.json"
-    if file.exists():  # checkpoints of the third edition have no checksums
+    if file.exists():  # this program's third edition wrote no checksums
         found = checksums(folder)
         written = read_json(file)
         changed = [name for name, crc in written.items() if found.get(name) != crc]
@@ -2174,7 +2174,7 @@ MAY_CHANGE = {
     "wandb",
     "workflow_timeout",
 }
-# Flag's name in a settings.json of the third edition -> its present name
+# A flag's name in this program's third edition, whose runs can be resumed -> its present name
 OLD_FLAGS = {
     "prompt": "prompt_style",
     "questions": "n_questions",

@@ -63,7 +63,7 @@ def test_attention_runs_in_flash(length):
 def test_the_sampler_is_the_policy_of_a_full_forward(wide):
     """The sampler's log-probabilities differ little from those of full forward passes.
 
-    The sampler computes in bf16 with CUDA graphs, and calls `compact` twice.
+    The sampler computes in bf16 with CUDA graphs, and twice drops finished rollouts (`compact`).
     """
     prompts = [torch.randint(150_000, (length,)).tolist() for length in (1051, 300)]
     out = generate(wide, prompts, 16, 300, eos_id=list(range(400)), n_ids=151_000)
@@ -86,7 +86,7 @@ def test_the_sampler_is_the_policy_of_a_full_forward(wide):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [32, 64, 80, 128])
 def test_the_kernels_of_a_step_attend_as_the_plain_function_does(channels, dtype):
-    """Prompts differ in length. NaN fills the places after a cell's own tokens in the cache."""
+    """Prompts differ in length. In the cache, NaN fills the places after a rollout's own tokens."""
     for Q, R, H, Hkv, own in ((4, 64, 28, 4, 130), (1, 1, 8, 8, 1), (2, 5, 6, 1, 63)):
         lengths = torch.tensor([211 - 70 * i for i in range(Q)], device="cuda").clamp(min=1)
         q = torch.randn(Q * R, H, 1, channels, device="cuda").to(dtype)

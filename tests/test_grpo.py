@@ -112,7 +112,7 @@ def same(a, b, tolerance=1e-5):
 def test_advantages_by_hand():
     """An advantage is (reward - mean) / std, where mean and std are those of the group alone."""
     rewards = [[0.0, 0.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5], [0.0, 0.5, 0.5, 1.0]]
-    r = math.sqrt(2)  # of [0, .5, .5, 1]: mean .5, variance 1/8, so ±.5 is ±√2
+    r = math.sqrt(2)  # 0.5 divided by the std of [0, 0.5, 0.5, 1], whose variance is 1/8
     expected = torch.tensor([[-1.0, -1, 1, 1], [0, 0, 0, 0], [-r, 0, 0, r]])
     torch.testing.assert_close(advantages(rewards), expected)
     # In fp32, the mean of eleven rewards of 0.7 is not 0.7, but their advantages must still be 0.
@@ -143,18 +143,18 @@ def rounds_of(rewards):
 
 
 def test_a_first_round_and_the_second_that_continues_it_share_an_advantage():
-    """The reward of a trajectory is a quarter of the first round's plus the second round's (§3.2).
+    """A trajectory's reward is its second round's plus a quarter of its first round's (§3.2).
 
     If any round is lost, the whole trajectory is. A trajectory may have no second round. If none of
     a question's trajectories has one, the quarter changes nothing.
     """
     questions = [
-        [rounds_of([1.0, 0.5]), rounds_of([0.0, 1.0]), rounds_of([1.0, None])],  # 0.75, 1
-        [rounds_of([1.0, 1.0]), rounds_of([0.0]), rounds_of([0.0])],  # 1.25, 0, 0
+        [rounds_of([1.0, 0.5]), rounds_of([0.0, 1.0]), rounds_of([1.0, None])],  # rewards 0.75, 1
+        [rounds_of([1.0, 1.0]), rounds_of([0.0]), rounds_of([0.0])],  # rewards 1.25, 0, 0
         [rounds_of([0.5]), rounds_of([1.0]), rounds_of([None])],
     ]
     set_advantages(questions)
-    r = math.sqrt(2)  # of [1.25, 0, 0]: mean 1.25 / 3, std 1.25 √2 / 3
+    r = math.sqrt(2)  # The rewards 1.25, 0 and 0 have the mean m = 1.25 / 3 and the std √2 · m.
     for question, expected in zip(questions, [[-1, 1, 0], [r, -r / 2, -r / 2], [-1, 1, 0]]):
         for rounds, advantage in zip(question, expected):
             assert [x.advantage for x in rounds] == pytest.approx([advantage] * len(rounds), 1e-5)
@@ -463,7 +463,7 @@ def step(model, rollouts, **how):
 def test_update_equals_a_written_out_loop(shape, how, budget):
     """Gradients and statistics equal those of a loop over all rollouts, for any token budget.
 
-    The mean over rollouts includes a group without spread.
+    The rollouts include a group whose advantages are all zero.
     """
     model = tiny(**shape)
     if "beta" in how:
@@ -645,8 +645,8 @@ one_process = functools.cache(outcome)  # without sharding
 def test_any_number_of_ranks_gives_the_same_update(world, run, ranks):
     """Weights and statistics after two updates equal those of one process.
 
-    Several ranks have different numbers of groups, and one of three has none. Each rank runs as
-    many forward passes as the rank with the most batches needs.
+    If there are several ranks, they have different numbers of groups, and one of three has none.
+    Each rank runs as many forward passes as the rank with the most batches needs.
     """
     weights, stats, _ = one_process(run, (0, 1, 2, 3))
     start = dict(tiny(tie_word_embeddings=run != "plain").named_parameters())

@@ -16,7 +16,7 @@ import sys
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# The main files. Among them, each may import only those before it in this list.
+# The main files. Each may import only those main files that precede it in this list.
 ORDER = ["model", "sample", "workers", "workflow", "grpo", "eval", "train"]
 PACKAGES = {
     "torch",

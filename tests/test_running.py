@@ -131,7 +131,7 @@ def test_same_output(out, expected, same, returned):
 # --------------------------------------------------------------------------------------------------
 # Honest programs
 
-# Given the lines 1, 2 and 3, each program prints their sum.
+# Each program prints 6, the sum of its input's lines 1, 2 and 3. Some programs read no input.
 SUMS = [
     "print(sum(int(line) for line in sys.stdin))",
     "print(sum(map(int, open('/dev/stdin'))))",

@@ -1,6 +1,6 @@
 """Tests of training: a short run, the parts of a run, what ends a run, and messages before a run.
 
-The parts, such as rewards and lessons, are compared with results worked out by hand.
+Parts such as rewards and learning rates are compared with results worked out by hand.
 """
 
 import itertools
@@ -413,7 +413,7 @@ def groups_of(outcomes):
     return [rollouts[i : i + 4] for i in range(0, len(rollouts), 4)]
 
 
-# In `calls`, each letter is a worker, followed by x for a failed call or a dot for an answered one.
+# `calls` has two characters per call: the worker's name, then x (failed) or a dot (answered).
 @pytest.mark.parametrize(
     "outcomes, calls, expected",
     [

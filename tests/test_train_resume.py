@@ -75,7 +75,8 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     train(*flags, f"--out={killed}", "--resume")
     assert weights(killed) == weights(whole) != weights(trained()[0])
     assert [*map(timeless, metrics(killed))] == [*map(timeless, metrics(whole))]
-    # Only calls that were under way at a kill are paid for again, at most one for each worker.
+    # Only calls that were under way at a kill are paid for again, at most one for each of the five
+    # workers. None can be under way at the third kill, because then the run is learning.
     assert calls <= workers.calls <= calls + 4 * 5
     assert sorted(os.listdir(f"{killed}/checkpoints")) == sorted(os.listdir(f"{whole}/checkpoints"))
 
@@ -252,7 +253,7 @@ def test_settings_of_the_third_edition_are_read(tmp_path):
     assert (settings.n_questions, settings.n_rollouts, settings.n_test) == (3, 4, 5)
     assert (settings.prompt_style, settings.ask_solved_probability) == ("short", 0.5)
 
-    # A removed flag that only recursion used: other runs go on, and recursive ones are refused.
+    # Only recursion used this removed flag: other runs can be resumed, recursive ones are refused.
     write_json(f"{tmp_path}/settings.json", old | {"recursion_rewards": "apart"})
     assert resume(tmp_path) == settings
     write_json(f"{tmp_path}/settings.json", old | {"recursion_rewards": "apart", "recursion": True})

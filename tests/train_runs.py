@@ -104,7 +104,7 @@ def end_of(run):
     The status is the highest of the ranks' statuses. If that is 0, it is the lowest, which is
     negative if a signal killed a rank.
 
-    After 400 s for each rank, those that still run are killed.
+    Waits for each rank in turn, at most 400 s. Then kills the ranks that are still running.
     """
     for rank in run.ranks:
         rank.join(timeout=400)
