@@ -190,7 +190,7 @@ class Worker:
         # Replace blank messages, which some APIs, such as Anthropic's, reject.
         turns = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
         key_headers, body = self.write_request(self.model, turns, params, api_key)
-        headers = requests.utils.default_headers()  # a dict whose keys may have any case
+        headers = requests.utils.default_headers()  # a dict with case-insensitive keys
         headers.update({"content-type": "application/json", **key_headers})
         headers.update(self.headers)
         budget = self.budget or UNLIMITED
@@ -345,7 +345,7 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
     """Read a response and return the reply in it.
 
     Raises Failure if the response is an error, is too large or contains no reply, and TimeoutError
-    if a piece of it arrives after `deadline`, a time of time.monotonic().
+    if a piece of it arrives after `deadline` (a value of time.monotonic()).
     """
     body = bytearray()
     for piece in iter(lambda: response.read1(1 << 16, decode_content=True), b""):
@@ -525,7 +525,7 @@ def without_thoughts(text: str) -> str:
 
     If a reply begins with <think>, everything up to the first </think> is thoughts, and so is the
     whole reply if </think> is missing. If the opening tag is missing, the thoughts end with the
-    first closing tag before a line break, or with one that is alone on the last line. Tags
+    first closing tag that a line break follows, or with one that is alone on the last line. Tags
     elsewhere are kept, as they may be part of an answer:
 
         "<think>Hm.</think>So."         -> "So."
@@ -535,8 +535,8 @@ def without_thoughts(text: str) -> str:
     """
     if text.lstrip().startswith("<think>"):
         return text.partition("</think>")[2].lstrip()
-    # A closing tag at the very end, without a line break, leaves no answer. So such a tag only
-    # counts if it is alone on its line.
+    # Dropping everything up to a tag at the very end would leave no answer. So a final tag without
+    # a line break counts only if it is alone on its line.
     closing = re.search(r"</think>[ \t\r]*\n\s*|^[ \t]*</think>\s*\Z", text, re.MULTILINE)
     if closing and "<think>" not in text[: closing.start()]:
         return text[closing.end() :]
@@ -742,8 +742,8 @@ def name_of(entry: dict) -> str:
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
     """Return a sentence for each field that is missing or wrong in the rows of a pool.
 
-    Each sentence names the worker and the field. Apart from names, it quotes no value of a wrong
-    form, because such a value may be a misplaced API key.
+    Each sentence names the worker and the field. Apart from names, it quotes no malformed value,
+    because such a value may be a misplaced API key.
     """
     sentences = []
     names = []
@@ -1038,9 +1038,9 @@ SPELLINGS = {  # words in a question -> (a coder's instruction, what the coder d
     "thinned out": ("Leave out the vowels.", lambda word: re.sub("[aeiouAEIOU]", "", word)),
 }
 
-# A worker with a trade follows an instruction of that trade in all calls, and an unknown
-# instruction in none. In two cases, it does its trade's work in only a share of the calls, which is
-# given here. In any case, a junior or tired worker loses the thread in some calls; see SKILL.
+# A worker with a trade always follows an instruction of that trade, and never an unknown one. In
+# the two cases below, it does its trade's work in only this share of the calls. Whatever the
+# instruction, a junior or tired worker loses the thread in some calls; see SKILL.
 VAGUE_WORKS = 0.7  # The instruction is vague or missing.
 OTHERS_WORK = 0.3  # The instruction belongs to a different trade.
 VAGUE = ("Work it out.", "Find the value.")
@@ -1107,7 +1107,7 @@ LOCAL = {  # pool -> its workers' names, such as "coder" or "tired coder"; "tire
 
 
 def local_note(name: str) -> str:
-    """Return a local worker's note, which tells a Conductor what to tell the worker."""
+    """Return the note that tells a Conductor how to use a local worker."""
     instructions = TRADES.get(name.rpartition(" ")[2], ("", {}))[1]
     if not instructions:
         return f"It tries everything, and is seldom right; it is a {name}"
@@ -1367,7 +1367,7 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 content = self.page(path)
                 self.check_method("GET", "HEAD")
-                self.read_body(0)  # The server would take a body for the client's next request.
+                self.read_body(0)  # Refuse a body: unread, it would pass for the next request.
                 self.send(200, content)
         except Refusal as refusal:
             self.fail(refusal)
@@ -1450,7 +1450,7 @@ class Handler(BaseHTTPRequestHandler):
             raise
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None, **extra):
-        """Answer with a completion of `text`, cut before the first stop text.
+        """Answer with a completion that consists of `text`, cut before the first stop text.
 
         `extra` holds fields that OpenAI's API does not have, which its clients ignore.
         """

@@ -424,8 +424,8 @@ def full_pool(numbers: list[int], notes: list[str] | None) -> str:
 def example_blocks(examples: list[dict], numbers: list[int], max_steps: int) -> list[str]:
     """Return a text for each few-shot example: its question, plan and workflow.
 
-    Worker numbers are mapped to those in `numbers`, which may be used. Examples with more than
-    max_steps steps are left out.
+    The examples' worker numbers are replaced with ones from `numbers`, the workers that may be
+    used. Examples with more than max_steps steps are left out.
     """
     blocks = []
     for example in examples:
@@ -505,8 +505,9 @@ def parse(
     of each name and in the order in which the prompt asks for them, always form an attempt.
     Otherwise an attempt ends when the name of one of its lists appears again. By these rules, the
     lists of two attempts seldom mix, even if one attempt is cut off. Examples that the model
-    repeats from its prompt are ignored if a question follows them. Everything after a further
-    question is ignored, too. Only the last 50,000 characters are read.
+    repeats from its prompt are ignored if a question follows them. If the model's own lists are
+    followed by a question, everything from there on is ignored. Only the last 50,000 characters
+    are read.
 
     Args:
         text: The text that a model wrote.
@@ -601,8 +602,8 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         if token["quote"]:
             pieces.append(repr(string_value(token)))
         else:
-            # Replace white space and comments by a space. Python rejects some white space, such as
-            # a no-break space.
+            # Replace white space and comments with a space. Python rejects some white space, such
+            # as a no-break space.
             pieces.append("None" if token["nothing"] else token["atom"] or " ")
         depth += (token[0] in "[(") - (token[0] in "])")
         if depth == 0 or depth > 3:
@@ -964,8 +965,8 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
     """Return a writer that samples workflows from a local model.
 
     A workflow depends on the seed, the prompt and the rollout's number, but not on rollouts with
-    other prompts in the batch. If two groups of rollouts in a batch have the same prompt and size,
-    but different call prefixes, their workflows differ.
+    other prompts in the batch. Rollouts with the same prompt, but different call prefixes, form
+    separate groups. If two such groups have the same size, their workflows differ.
     """
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
@@ -1037,7 +1038,7 @@ def worker_writer(worker, prompting: Prompting):
 def in_background(start):
     """Return a writer that lets other threads write.
 
-    start(rollout, tell) has to arrange that a thread writes the rollout and then calls
+    start(rollout, tell) must arrange for a thread to write the rollout and then call
     tell(rollout or exception). The writer raises the exception.
     """
 
@@ -1170,8 +1171,8 @@ def show(file: str, number: int | str | None = None) -> str:
 def read_rollouts(file: str) -> Iterator[Rollout]:
     """Yield the rollouts in a JSON Lines file.
 
-    Raises ValueError if the file is missing, empty or a folder, or, naming the line, if a line
-    holds no rollout.
+    Raises ValueError if the file is missing, empty or a folder, or if a line holds no rollout. In
+    the latter case, the message names the line.
     """
     if not os.path.isfile(file) or not os.path.getsize(file):
         where = "a run's traces are in its folder traces/, such as traces/00000.jsonl"
@@ -1296,7 +1297,7 @@ def choose_pool(checkpoint: str, pool: str) -> str:
     """Return the spec of the pool to use with a Conductor.
 
     Args:
-        checkpoint: The Conductor.
+        checkpoint: The Conductor's folder, or its name on the Hugging Face hub.
         pool: The spec that the user has given. "": the local pool that the Conductor was trained
             with, or the pool `local` if the checkpoint names none.
 
@@ -1437,7 +1438,7 @@ class ConductorHandler(Handler):
             self.log(body["model"], outcome, last, time.monotonic() - started)
 
     def question(self, messages: list[dict]) -> Rollout:
-        """Return a rollout whose question is the last user message, with the others as context.
+        """Return a rollout of the last user message, with the other messages as its context.
 
         Assistant messages after the last user message are left out: they are the beginning of an
         answer, and the answer is written anew.
@@ -1499,7 +1500,7 @@ class ConductorHandler(Handler):
             if isinstance(event, Rollout):
                 return event
             if self.body.get("stream") and not self.hung_up():
-                # The system closes the socket of a client out of reach, which `hung_up` then sees.
+                # Ignore a failed write. The system closes a lost connection, which `hung_up` sees.
                 with contextlib.suppress(OSError):
                     self.stream(event)
 
@@ -1543,7 +1544,7 @@ class ConductorHandler(Handler):
     def log(self, model: str, outcome: str, last: Rollout | None, seconds: float):
         """Print a line about a request: model, outcome, steps, seconds, dollars, budget left.
 
-        The line goes to stderr. It has no steps, seconds and dollars if nothing was conducted, and
+        The line goes to stderr. It has no steps, seconds or dollars if nothing was conducted, and
         no budget if there is no limit.
         """
         parts = [f"{model}: {outcome}"]

@@ -246,8 +246,8 @@ def test_what_models_answer(response, text, finish):
         ("<think>a\nb", ""),
         (" <think>a <think> b", ""),
         ("<think>a</thin", ""),
-        # Without an opening tag, thoughts end with the first closing tag before a line break, or
-        # with one that is alone on the last line.
+        # Without an opening tag, thoughts end with the first closing tag that a line break follows,
+        # or with one that is alone on the last line.
         ("a\n</think>\n\nSo.", "So."),
         ("a</think>\nSo.", "So."),
         ("a</think> \t\r\n  So.", "So."),
@@ -421,7 +421,7 @@ def test_litellms_header_is_the_cost(header, usage, price, cost):
     ],
 )
 def test_what_a_reply_costs(usage, price, cost):
-    """If neither the server nor the usage and the price tell the cost, it is None, not zero."""
+    """A cost that is not reported and does not follow from usage and price is None, not zero."""
     with OddServer(http(answer(usage=usage))) as server:
         one = worker(server, price=price)
         reply = one.chat(CHAT)
@@ -572,7 +572,7 @@ def refused(status, message="no", code=None, **headers):
 @pytest.mark.parametrize(
     "play, asked, says",
     [  # (what the server does, how many requests it gets if two attempts are allowed, the error)
-        # Temporary errors are tried again.
+        # After a temporary error, there is a second attempt.
         *(
             (refused(status), 2, f"HTTP {status}.*no")
             for status in (408, 409, 429, 498, 500, 503, 529)
@@ -726,7 +726,7 @@ def test_no_key_is_in_any_error_or_file(tmp_path):
     [
         refused(401, f"Incorrect key {KEY}"),
         http({"headers": {"authorization": f"Bearer {KEY}"}}),
-        # The message may be cut inside the key, so the key must be masked before.
+        # A long message is cut, and the key must be masked before that.
         http(("x" * 285 + KEY).encode()),
     ],
 )
@@ -782,7 +782,7 @@ def test_a_replay_makes_a_second_run_free(tmp_path):
 
 
 def test_a_replay_knows_a_worker_by_its_whole_url(tmp_path):
-    """Servers on two ports of a machine are two workers, even if their models have one name."""
+    """Servers on two ports of a machine are different workers, even if they serve one model."""
     with OddServer(http(answer("one"))) as one, OddServer(http(answer("two"))) as two:
         for server, text in ((one, "one"), (two, "two"), (one, "one")):
             player = worker(server, replay=Replay(tmp_path / "replay"))

@@ -235,7 +235,7 @@ def test_a_body_where_none_belongs_is_not_taken_for_a_request(parrot):
 
 
 def test_an_error_ends_its_connection(parrot):
-    """An error may come before the body is read, and the next request would follow the body."""
+    """The body may be unread when an error is sent, and would then pass for the next request."""
     for method, path in ((b"PUT", b"/health"), (b"POST", b"/v1/completions"), (b"GET", b"/x")):
         answer = raw(parrot, b"%b %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % (method, path) * 2)
         assert answer.count(b"HTTP/1.1") == 1 and b"\r\nConnection: close\r\n" in answer

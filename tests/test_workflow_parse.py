@@ -271,7 +271,7 @@ STRINGS = {
     "Compute \\frac{1}{2} + \\sqrt{3}.": "Compute \\frac{1}{2} + \\sqrt{3}.",
     "Is x \\neq y and \\theta \\times 2?": "Is x \\neq y and \\theta \\times 2?",
     "Take \\\\frac{1}{2}.": "Take \\frac{1}{2}.",
-    # In a string with a single LaTeX backslash, a double backslash is LaTeX's line break.
+    # In a string with unescaped LaTeX, a double backslash is LaTeX's line break.
     "\\frac{a}{b} \\\\ c": "\\frac{a}{b} \\\\ c",
     "model_id = [3] is no list here": "model_id = [3] is no list here",
     "brackets ] and [ and # no comment": "brackets ] and [ and # no comment",

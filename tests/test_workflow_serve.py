@@ -235,7 +235,7 @@ def test_a_spent_budget_is_a_402(capfd):
 def test_each_request_is_one_line_of_the_log(capfd):
     """The line has the model, outcome, steps, seconds, dollars, and what is left of the budget.
 
-    If nothing was conducted, the line has no steps, seconds and dollars.
+    If nothing was conducted, the line has no steps, seconds or dollars.
     """
     worker = Player("a", lambda m: "b")
     worker.budget = Budget(1.0)
