@@ -95,7 +95,7 @@ class Reply:
     completion_tokens: int  # including reasoning tokens; 0 if unknown
     cost: float | None  # dollars; None if unknown
     seconds: float = 0.0  # duration of the attempt that succeeded
-    # Why the text ends, in the provider's words; but "length" always means that it was cut off.
+    # Why the text ends, in the provider's words, except that a cut-off text always has "length".
     finish: str = "stop"
 
 
