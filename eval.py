@@ -1780,8 +1780,8 @@ def same_value(answer: str, gold: str, tolerance: float) -> bool:
     if not is_exact and LONG.search(f"{answer} {gold}"):
         return False
 
-    # x^{2/3} and \sqrt[3]{x^2} count as equal, although only one of them is real at a negative x. So
-    # compare only the points at which both are real, if there are enough. With \ln, compare all
+    # x^{2/3} and \sqrt[3]{x^2} count as equal, although only one of them is real at a negative x.
+    # So compare only the points at which both are real, if there are enough. With \ln, compare all
     # points: \ln x and \ln |x| do not count as equal, but differ only where \ln x is not real.
     real_pairs = [pair for pair in pairs if all(map(is_real, pair))]
     if len(real_pairs) > 2 and r"\ln" not in answer + gold:
