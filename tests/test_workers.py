@@ -727,7 +727,7 @@ def test_no_key_is_in_any_error_or_file(tmp_path):
         refused(401, f"Incorrect key {KEY}"),
         http({"headers": {"authorization": f"Bearer {KEY}"}}),
         # A long message is cut, and the key must be masked before that.
-        http(("x" * 285 + KEY).encode()),
+        http(("x" * 357 + KEY).encode()),
     ],
 )
 def test_an_echoed_header_is_masked_word_by_word(echo):
