@@ -268,7 +268,8 @@ class Settings:
     )
     dry_run: bool = flag(
         False,
-        "try the largest update, print what the run needs and what is missing, and exit",
+        "do a trial update (on a GPU, the largest one), print what the run needs and what is missing, "
+        "and exit",
     )
 
 
@@ -1485,7 +1486,7 @@ def try_run(settings: Settings, config: Config, entries: list[dict]):
     the whole run takes. On a CPU, a model of more than 100 million parameters is not tried.
     """
     if settings.device == "cpu" and count_parameters(config) > 1e8:
-        return print0("the largest step was not tried: it takes a GPU")
+        return print0("no update was tried: a model of this size takes a GPU")
     with torch.device("meta"):
         model = Qwen(config)
         if settings.lora_rank:
@@ -1499,7 +1500,7 @@ def try_run(settings: Settings, config: Config, entries: list[dict]):
     reference = whole_copy(model) if settings.beta else None
     seconds = seconds_of(lambda: largest_step(model, optimizer, reference, settings))
     memory = f" and {torch.cuda.max_memory_allocated() / GIB:.1f} GiB of GPU memory"
-    print0(f"the largest step took {seconds:.1f} s{memory if settings.device == 'cuda' else ''}")
+    print0(f"the trial update took {seconds:.1f} s{memory if settings.device == 'cuda' else ''}")
     if entries and probable_cost(entries, 1) == 0.0:
         print_duration(model, optimizer, reference, settings)
     elif entries:
@@ -1523,7 +1524,14 @@ def print_duration(model: Qwen, optimizer, reference: Qwen | None, settings: Set
     ping_workers(pool)  # opens the connections, so that the timed pings need not
     sampling = seconds_of(lambda: generate(sampler, prompts, n_rollouts, n_written))
     learning = settings.n_questions * seconds_of(
-        lambda: update(model, optimizer, rollouts, beta=settings.beta, reference=reference)
+        lambda: update(
+            model,
+            optimizer,
+            rollouts,
+            beta=settings.beta,
+            reference=reference,
+            token_budget=settings.token_budget,
+        )
     )
     n_calls = 3 * settings.n_questions * settings.n_rollouts
     calling = n_calls / len(pool) * seconds_of(lambda: ping_workers(pool))

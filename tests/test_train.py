@@ -608,7 +608,7 @@ def test_a_pool_that_costs_money_needs_a_budget(tmp_path):
 def test_a_dry_run_says_what_a_run_takes_and_does_its_largest_step(tmp_path):
     """A dry run prints what a run takes even if the model and the API keys are missing."""
     said = train("--preset=laptop", "--dry_run", "--n_questions=8", f"--out={tmp_path}/out")
-    for word in ("calls", "at no cost", "GiB", "disk", "the largest step took", "to learn;"):
+    for word in ("calls", "at no cost", "GiB", "disk", "the trial update took", "to learn;"):
         assert word in said, word
     assert re.search(r"the run takes about \d+:\d\d:\d\d, .*: 160 iterations of", said)
     assert "GPU" not in said and said.count(" to ") >= 2 and not os.path.exists(f"{tmp_path}/out")
