@@ -268,8 +268,8 @@ class Settings:
     )
     dry_run: bool = flag(
         False,
-        "do a trial update (on a GPU, the largest one), print what the run needs and what is missing, "
-        "and exit",
+        "do a trial update (on a GPU, the largest one), print what the run needs and what is "
+        "missing, and exit",
     )
 
 
