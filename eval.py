@@ -269,7 +269,10 @@ def parse_problem(line: bytes, default_id: str) -> Problem:
 
 
 def check_problem(problem: Problem):
-    """Raise ValueError if a field is invalid, or a free grader rejects the gold answer itself."""
+    """Raise ValueError if a field is invalid, or the gold answer would be judged wrong.
+
+    The gold answer is judged only if the grader calls no model (Grader.is_free).
+    """
     for key, kind in Problem.__annotations__.items():
         value = getattr(problem, key)
         require(type(value) is kind, f"{key} has to be {IN_WORDS[kind]}, not {shown(value)}")
@@ -297,10 +300,10 @@ def check_problem(problem: Problem):
 
 
 IN_WORDS = {str: "a text", int: "a whole number", dict: "an object"}
-# Key of "extra" -> (regular expression for its value in JSON, what the error message says is
-# expected). The tests of a program may also be given by their position in a benchmark's file.
 PAIR = rf"\[{TEXT}, {TEXT}\]"
 PLACE = rf'\{{"file": {TEXT}, "at": \d+\}}'
+# Key of "extra" -> (regular expression for its value in JSON, what the error message says is
+# expected). The tests of a program may also be given by their position in a benchmark's file.
 FORMS = {
     "choices": (rf"\[({TEXT}(, {TEXT})*)?\]", "a list of texts"),
     "tests": (rf"\[{PAIR}(, {PAIR})*\]|{PLACE}", "pairs of texts, [input, output]"),
@@ -430,10 +433,10 @@ def vote(workers: Sequence[int], likeness=None, call=ask_bare):
 
 
 def common_words(problem: Problem, answer: str, other: str) -> float:
-    """Return how many words two answers share, as a fraction of all different words in the two.
+    """Return how many words two answers share, as a fraction of all distinct words in the two.
 
-    The original Smoothie (arXiv 2412.04692) compares embeddings of the answers instead, and takes
-    other questions into account.
+    The system "smoothie" uses this. The original Smoothie (arXiv 2412.04692) compares embeddings of
+    the answers instead, and takes other questions into account.
     """
     first, second = (set(re.findall(r"\w+", text.casefold())) for text in (answer, other))
     return len(first & second) / max(len(first | second), 1)
@@ -1204,7 +1207,7 @@ DENIED = re.compile(
 )
 
 # REASON matches the beginning of a reason or explanation. END matches the end of a claim: the end
-# of its sentence, the beginning of a reason, or ", not" before what it is not.
+# of its sentence, the beginning of a reason, or ", not", as in "B, not A".
 REASON = re.compile(r"[,;.]?\s(?:because|since)\b|,\s(?:as|where|so)\b")
 END = re.compile(rf"(?<=[^.])\.[*$]*\s+(?=[A-Z])|,\snot\b|{REASON.pattern}")
 
@@ -1493,7 +1496,7 @@ RULES = [
     (r"(?<![a-z]{2})∨(?![a-z]{2})", ","),
     # Brackets around a matrix: (⟦1&2⟧) -> ⟦1&2⟧
     (r"[(\[](⟦[^⟦⟧]*⟧)[)\]]", r"\1"),
-    # Capitals of words: Mitosis -> mitosis, but units such as MW stay
+    # Capitals of words: Mitosis -> mitosis, but units such as Mohm stay
     (r"\b(?!M[^aeiouy]|Mohm|Pmol)[A-Z](?=[a-z]{2})|\b(?:In|Of|On|To|No)\b", lambda m: m[0].lower()),
     # Molecules: CO_2 -> CO2
     (r"^(?:[A-Z][a-z]?(?:_\{?\d+\}? ?)?){2,}$", lambda m: re.sub("[_{} ]", "", m[0])),
@@ -1748,8 +1751,8 @@ def split_unit(text: str) -> tuple[str, str]:
 
     "5 km" -> ("5", "(5)*(1000*(u_{m}))");  "5" -> ("5", "5")
     20% without its unit is 20, not 0.2, because the question may ask for a percentage. This
-    applies only to plain numbers from ±1 on: 0.5% is 0.005 in both forms, so that it never equals
-    0.5.
+    applies only to plain numbers that are at least 1 in absolute value: 0.5% is 0.005 in both
+    forms, so that it never equals 0.5.
     """
     match = QUANTITY.fullmatch(text)
     if not match:
@@ -1764,7 +1767,8 @@ def split_unit(text: str) -> tuple[str, str]:
 def same_value(answer: str, gold: str, tolerance: float) -> bool:
     """Whether an answer counts as equal to the gold answer.
 
-    Their values have to agree at all points where they can be compared, at least three.
+    Their values have to agree at all points where they can be compared, and there have to be at
+    least three such points.
 
     tolerance: The relative error that is allowed if the gold answer has no variables except units.
     """
@@ -2138,8 +2142,8 @@ GRADERS = {
 
 # ---- Benchmarks ----------------------------------------------------------------------------------
 #
-# The functions whose names end in _problem turn row n of a data set into a problem. Each docstring
-# shows an example of a row, shortened.
+# The functions below whose names end in _problem turn row n of a data set into a problem. Each
+# docstring shows an example of a row, shortened.
 
 
 def math_problem(row: dict, n: int) -> Problem:
@@ -2216,7 +2220,7 @@ class Source(NamedTuple):
 
 
 def benchmark(name: str, split: str, limit: int | None) -> list[Problem]:
-    """Return a benchmark's problems in a random but fixed order. The first `limit` are enough.
+    """Return a benchmark's problems, or at least the first `limit`, in a random but fixed order.
 
     If the source is sampled, only its pages are in random order. Rows that are needed and not in
     DATA yet are downloaded. If one data set serves both splits, a hash of the question divides it:
@@ -2394,7 +2398,7 @@ SOURCES = {
 MIXES = {
     # The paper: 960 problems, chosen by "difficulty and diversity" (App. A.2)
     "paper": {"math500": 240, "mmlu": 240, "rlpr": 240, "livecodebench": 240},
-    # The paper: 350 of these 960 problems, with which it also trains further rounds (App. A.1)
+    # The paper: 350 of these 960 problems, on which it also trains further rounds (App. A.1)
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
 # The names that --benchmarks accepts, besides files
@@ -2943,11 +2947,12 @@ class Settings:
     prompt_style: str = flag(
         "",
         "ood, in or mixed (few-shot examples), zero-shot or short; by default as in training, "
-        "or ood for the system seat",
+        'or ood for the system "seat"',
     )
     lessons: str = flag(
         "",
-        "the benchmark whose training problems systems may learn from; by default the one tested",
+        "the benchmark with the training problems that systems may learn from; by default the one "
+        "tested",
     )
     grader: str = flag(
         "",

@@ -223,9 +223,9 @@ def test_seconds_are_those_of_the_longest_chain_of_steps():
 
 
 def of_worker(right: str, n_repeats: int = 1, cost=0.5) -> list[Rollout]:
-    """Return rollouts of p0, p1, …: right for each 1 in the text, wrong for 0, lost for a dot.
+    """Return a rollout for each character of `right`: "1" is right, "0" is wrong, "." is lost.
 
-    The text covers all problems n_repeats times.
+    The rollouts go through the problems p0, p1, … n_repeats times.
     """
     n_problems = len(right) // n_repeats
     rollouts = []
@@ -238,7 +238,8 @@ def of_worker(right: str, n_repeats: int = 1, cost=0.5) -> list[Rollout]:
 def test_a_paired_difference_is_over_the_problems_that_both_answered():
     row = evaluation.paired_difference(of_worker("111."), of_worker("1001"))
     assert row["vs best"] == pytest.approx(2 / 3)
-    assert row["shows"] == pytest.approx(2.8 * (1 / 3) ** 0.5 / 3**0.5)  # variance 1/3 of 0, 1, 1
+    # The differences are 0, 1 and 1, with a variance of 1/3.
+    assert row["shows"] == pytest.approx(2.8 * (1 / 3) ** 0.5 / 3**0.5)
     assert 0 <= row["from"] <= 2 / 3 <= row["to"] <= 1
     same = evaluation.paired_difference(of_worker("11"), of_worker("00"))
     assert same == {"vs best": 1.0, "from": None, "to": None, "shows": None}
@@ -281,7 +282,7 @@ def test_headroom_tells_luck_from_skill():
     second = [[0, 1, 1, 1], [0, 1, 0, nan]]
     right = evaluation.np.array([first, second])
     rows = evaluation.headroom(right)
-    assert rows["oracle"]["accuracy"] == pytest.approx(5 / 6)  # 1 1 1 and 1 1 0
+    assert rows["oracle"]["accuracy"] == pytest.approx(5 / 6)  # repeat 0: 1 1 1, repeat 1: 1 1 0
     assert rows["either of two workers"]["accuracy"] == pytest.approx(5 / 6)
     assert rows["either of one worker's two answers"]["accuracy"] == pytest.approx(4 / 6)
     assert "either of one worker's two answers" not in evaluation.headroom(right[:, :1])
@@ -296,7 +297,7 @@ def test_best_of_n_spends_what_the_conductor_spends():
     }
     setup = Setup(Settings(), pool, 0, [], played)
     rollouts = SYSTEMS["best-of-n"].make(setup)(PROBLEMS, [pool] * 2, "test/0")
-    assert [(r.names, r.right) for r in rollouts] == [(["b"] * 3, True)] * 2  # $1.2 over $0.5
+    assert [(r.names, r.right) for r in rollouts] == [(["b"] * 3, True)] * 2  # 3 = ceil(1.2 / 0.5)
 
 
 @pytest.mark.parametrize(
@@ -499,7 +500,7 @@ def test_what_is_wrong_is_said_before_anybody_is_asked(tmp_path, monkeypatch, ca
 
 
 def test_results_appear_when_they_are_complete_and_replace_nothing(tmp_path, monkeypatch, capsys):
-    """An interrupted evaluation leaves no results, and those of a complete one stay as they are."""
+    """An interrupted evaluation leaves no results; those of a complete one are not overwritten."""
     monkeypatch.chdir(tmp_path)
     words = ["--systems=workers", "--worker=coder", "--limit=3", "--out=ev"]
 
@@ -539,7 +540,7 @@ def test_an_evaluation_that_lost_everything_has_failed(tmp_path, monkeypatch, co
 
 
 def test_a_reader_that_ends_early_sees_no_error():
-    """As in `python eval.py | head -1`, after which the pipe is closed."""
+    """Write to a pipe that its reader has closed, as head does in `python eval.py | head -1`."""
     program = [sys.executable, "eval.py", "--systems=workers", "--worker=coder", "--limit=3"]
     reading, writing = os.pipe()
     os.close(reading)
