@@ -2220,10 +2220,10 @@ class Source(NamedTuple):
 
 
 def benchmark(name: str, split: str, limit: int | None) -> list[Problem]:
-    """Return a benchmark's problems, or at least the first `limit`, in a random but fixed order.
+    """Return a benchmark's problems in a random but fixed order.
 
-    If the source is sampled, only its pages are in random order. Rows that are needed and not in
-    DATA yet are downloaded. If one data set serves both splits, a hash of the question divides it:
+    If the source is sampled, only its pages are in random order, and only the first `limit`
+    problems are returned. Rows that are needed and not in DATA yet are downloaded. If one data set serves both splits, a hash of the question divides it:
     about one fifth is for testing, three fifths are for training, one is unused.
     """
     source = SOURCES[f"{name}/{split}"]
@@ -2398,7 +2398,7 @@ SOURCES = {
 MIXES = {
     # The paper: 960 problems, chosen by "difficulty and diversity" (App. A.2)
     "paper": {"math500": 240, "mmlu": 240, "rlpr": 240, "livecodebench": 240},
-    # The paper: 350 of these 960 problems, on which it also trains further rounds (App. A.1)
+    # The paper: 350 of these 960 problems, on which the Conductor learns to revise (App. A.1)
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
 # The names that --benchmarks accepts, besides files

@@ -57,8 +57,8 @@ class Config:
     model_type: str = "qwen2"
     head_dim: int | None = None
     attention_bias: bool | None = None  # whether q_proj, k_proj and v_proj have a bias
-    attention_output_bias: bool | None = None  # whether o_proj has a bias; not a HF key
-    qk_norm: bool | None = None  # whether RMSNorm is applied to each head's q and k; not a HF key
+    attention_output_bias: bool | None = None  # whether o_proj has a bias; not an HF key
+    qk_norm: bool | None = None  # whether RMSNorm is applied to each head's q and k; not an HF key
     rope_scaling: dict | None = None  # for the long context of Llama 3.1; see `stretch`
 
     def __post_init__(self):

@@ -1367,8 +1367,8 @@ def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
     width = dtype_for(config, settings.device).itemsize
     hidden, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
 
-    # At all times: trained weights and Adam's two moments in fp32 (12 bytes for each weight),
-    # LoRA's frozen weights, and the reference.
+    # At all times: this rank's share of the trained weights and of Adam's two moments, in fp32 (12
+    # bytes for each weight), and of the weights that LoRA freezes; and a whole reference.
     share = 0 if settings.offload else 1 / world
     frozen = width * n if settings.lora_rank else 0
     weights = share * (12 * n_trained + frozen)

@@ -64,7 +64,7 @@ jitter = random.Random()  # for pauses only; experiments use separate generators
 
 
 def once(function):
-    """Cache a function without arguments.
+    """Cache the result of a function that takes no arguments.
 
     Even simultaneous first calls run it only once, unless it raises an exception.
     """
@@ -324,7 +324,7 @@ class Worker:
 
 @dataclass
 class Failure(Exception):
-    """The outcome of an attempt that got no reply."""
+    """The outcome of an attempt that got no usable reply."""
 
     text: str
     wait: float | None = None  # seconds until another attempt may succeed; None: do not retry

@@ -883,7 +883,7 @@ def roll_out(
     for rollout in write(rollouts) if write else rollouts:
         work = carry_out(rollout, prompting, judge, edit, call)
         running[id(rollout)] = (rollout, work, time.monotonic())
-        advance(rollout)  # starts the generator, which parses and yields the first jobs
+        advance(rollout)  # starts carry_out, which yields the first jobs
         while not events.empty():
             advance(*events.get())
 

@@ -92,7 +92,7 @@ def test_the_kernels_of_a_step_attend_as_the_plain_function_does(channels, dtype
         q = torch.randn(Q * R, H, 1, channels, device="cuda").to(dtype)
         prompt_kv = torch.randn(2, Q, Hkv, 256, channels, device="cuda").to(dtype)
         own_kv = torch.randn(2, Q * R + 3, Hkv, 192, channels, device="cuda").to(dtype)
-        own_kv = own_kv[:, : Q * R, :, :160]  # strided, as after `compact`
+        own_kv = own_kv[:, : Q * R, :, :160]  # not contiguous, as after sample.compact
         own_kv[:, :, :, own:] = torch.nan
         t = torch.tensor([own], device="cuda")
         y = sample.attend_in_kernels(q, prompt_kv, lengths, own_kv, t)
