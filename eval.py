@@ -2223,8 +2223,10 @@ def benchmark(name: str, split: str, limit: int | None) -> list[Problem]:
     """Return a benchmark's problems in a random but fixed order.
 
     If the source is sampled, only its pages are in random order, and only the first `limit`
-    problems are returned. Rows that are needed and not in DATA yet are downloaded. If one data set serves both splits, a hash of the question divides it:
-    about one fifth is for testing, three fifths are for training, one is unused.
+    problems are returned. Rows that are needed and not in DATA yet are downloaded.
+
+    If one data set serves both splits, a hash of the question divides it: about one fifth is for
+    testing, three fifths are for training, and one is unused.
     """
     source = SOURCES[f"{name}/{split}"]
     serves_both_splits = [*SOURCES.values()].count(source) == 2
