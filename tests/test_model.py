@@ -302,7 +302,7 @@ def test_logits_are_fp32():
 
 
 def test_norm_rope_and_attention_compute_in_fp32():
-    """RoPE and attention round to bf16 only at the end; RMSNorm is equal to that of transformers."""
+    """RoPE and attention round to bf16 only at the end; RMSNorm equals that of transformers."""
     torch.manual_seed(0)
     ours, theirs = RMSNorm(48, 1e-3).bfloat16(), Qwen2RMSNorm(48, 1e-3).bfloat16()
     ours.weight.data.uniform_(0.5, 1.5)
