@@ -216,9 +216,10 @@ def attend_plainly(q, prompt_kv, prompt_length, own_kv, t):
 def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     """Compute attend_plainly's result by launching `attend_to_part` twice.
 
-    Unlike attend_plainly, the kernel never writes the scores to memory. The first launch attends to
-    the prompts, and shares each loaded key among up to 64 queries of a prompt's cells. The second
-    launch attends to each cell's own tokens, and continues the first launch's softmax.
+    Unlike attend_plainly, the kernel never writes the scores to memory, and it rounds the softmax's
+    weights to the dtype of the values. The first launch attends to the prompts, and shares each
+    loaded key among up to 64 queries of a prompt's cells. The second launch attends to each cell's
+    own tokens, and continues the first launch's softmax.
 
     The arguments are those of attend_plainly.
     """

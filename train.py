@@ -1322,7 +1322,7 @@ def check_flags(settings: Settings) -> list[str]:
 
 
 def check_workers(settings: Settings, entries: list[dict]) -> list[str]:
-    """Return a sentence for each fault of the pool."""
+    """Return a sentence for each fault of the pool, or conflict between the pool and a flag."""
     faults = check_pool(entries, settings.budget)
     if settings.notes:
         without = [name_of(entry) for entry in entries if not entry.get("note")]
@@ -1706,7 +1706,8 @@ def metrics_of(iteration: int, groups: Groups, reports: list[dict], seconds: dic
         "iteration": iteration,
         "reward": mean([r.reward for r in known]),
         "accuracy": mean([r.right for r in known]),
-        # Accuracy on held-out problems. `measure_held_out` adds it at checkpoints.
+        # Accuracy on held-out problems. `measure_held_out` fills it in at each checkpoint but the
+        # last.
         "held_out": None,
         # Share of completions that contain a valid workflow.
         "parsed": mean([r.workflow is not None for r in first if r.tokens]),

@@ -156,7 +156,7 @@ def draw_accuracy(axes, run: str, rows: list[dict], name: str, ink: str) -> list
 def draw_run(run: str) -> str:
     """Draw a run's accuracy, accuracy by kind of question, steps by kind, and workers' shares.
 
-    Return the name of the picture's file."""
+    Return the default name of the picture's file; `main` saves the picture."""
     rows = read(f"{run}/metrics.jsonl")
     kinds = {kind for row in rows for kind in row["by_kind"]}
     band = 0.3 + 0.2 * len(kinds)  # inches
@@ -250,7 +250,7 @@ def worker_inks(rows: list[dict]) -> dict[str, str]:
 def compare_runs(words: list[str]) -> str:
     """Draw the accuracies of several runs in one picture, and print the results of finished runs.
 
-    Return the name of the picture's file."""
+    Return the default name of the picture's file; `main` saves the picture."""
     axes = plt.figure(figsize=(8, 4), layout="constrained").add_subplot()
     ends = []
     for (name, run), ink in zip(map(named, words), itertools.cycle(INKS)):
@@ -301,7 +301,7 @@ def draw_subtasks(run: str) -> str:
 
     A subtask is usual for a worker if at least a tenth of the worker's steps in the last iteration
     have it. Workers with less than a hundredth of all steps in the last iteration are left out.
-    Return the name of the picture's file."""
+    Return the default name of the picture's file; `main` saves the picture."""
     files = trace_files(run)
     iterations = [int(os.path.basename(file).removesuffix(".jsonl")) + 1 for file in files]
     told = [subtasks_by_worker(file) for file in files]
@@ -357,7 +357,9 @@ def draw_workflows(run: str) -> str:
     The kind is the one whose rollouts have the most steps on average in the last iteration. Most
     changes come early, so the points are spaced logarithmically: of 1,000 iterations, they are the
     1st, 10th, 100th and last. If the kind has no valid workflow in one of these iterations, the
-    nearest iteration with one is shown. Return the name of the picture's file."""
+    nearest iteration with one is shown.
+
+    Return the default name of the picture's file; `main` saves the picture."""
     inks = worker_inks(read(f"{run}/metrics.jsonl"))
     files = trace_files(run)
     last = read_kinds(files[-1])
@@ -484,8 +486,9 @@ def draw_evaluations(words: list[str]) -> str:
     """Plot each system's accuracy, with a 95 % interval, against its cost per question.
 
     Each benchmark gets a plot. Its costs are in dollars if the dollars of every system are known
-    and not all 0, else in tokens on the same condition, else in calls. Return the name of the
-    picture's file."""
+    and not all 0, else in tokens on the same condition, else in calls.
+
+    Return the default name of the picture's file; `main` saves the picture."""
     benchmarks, conductors = read_evaluations(words)
     columns = min(2, len(benchmarks))
     height = math.ceil(len(benchmarks) / columns)

@@ -253,9 +253,9 @@ def lost(messages):
 
 
 def test_prepare_asks_twice_and_keeps_what_can_teach(hub, tmp_path, monkeypatch, capsys):
-    """`prepare` keeps problems that one worker always solves and another never does.
+    """`prepare` selects problems that one worker solves both times and another worker neither time.
 
-    Paid replies are kept as well, so that a second run pays only for the rest.
+    It also stores paid replies, so that a second run pays only for the rest.
     """
     rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(500)]
     hub.files["HuggingFaceH4/MATH-500/test.jsonl"] = jsonl(rows)

@@ -707,7 +707,7 @@ def two_gpus(monkeypatch):
         (["--n_questions=8"], 65, 79),  # more questions take more memory only while sampling
         (["--lora_rank=16", "--n_questions=8"], 25, 45),
         (["--offload"], 20, 40),
-        (["--iterations=2", "--n_questions=2", "--n_test=8"], 70, 77),  # the README's smoke run
+        (["--iterations=2", "--n_questions=2", "--n_test=8"], 70, 77),  # the README's trial of 7B
     ],
 )
 def test_what_7b_takes_of_two_gpus(flags, low, high, two_gpus):

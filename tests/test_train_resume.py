@@ -173,7 +173,7 @@ def test_two_ranks_roll_out_and_learn_what_one_does(tmp_path):
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew_with_what_it_rolled_out(tmp_path):
-    """The rewards, which are random here, are read from the trace, too."""
+    """The trace also holds the rewards. They are random, so rewards computed again would differ."""
     workers = Workers(tmp_path)
     reward = tmp_path / "mine.py"
     reward.write_text("import random\ndef luck(rollout):\n    return random.random()\n")
