@@ -88,7 +88,6 @@ from model import (
     configure,
     fetch,
     flag,
-    merge_lora,
     read_json,
     usage_error,
     write_json,
@@ -437,7 +436,8 @@ def collect_rollouts(run: Run, settings: Settings, iteration: int) -> tuple[Grou
     Returns the rollouts, and why the run must stop instead of learning from them ("" if it need not
     stop).
     """
-    sampler = whole_copy(run.model)  # because each rank's FSDP model has only a part of the weights
+    # Each rank's FSDP model has only a part of the weights, so sample from a whole copy.
+    sampler = whole_copy(run.model, settings)
     calls = []  # this rank's calls to workers; begin_rollouts appends them
     questions = itertools.islice(first_rounds(run, settings, iteration), settings.n_questions)
     asked = [copies(question, settings) for question in questions]
@@ -938,7 +938,7 @@ def set_up(settings: Settings) -> Run:
         first_iteration=first_iteration,
         wrong_share={problem.kind: torch.ones(()) for problem in problems},
     )
-    check_longest_prompt(run)
+    n_prompt = check_longest_prompt(run)
     on_rank0(lambda: open_folder(settings, first_iteration))
     print0(
         f"{count_parameters(model.config):,} parameters in "
@@ -960,7 +960,7 @@ def set_up(settings: Settings) -> Run:
 
     # Find out whether the largest update fits into memory. The trial zeroes Adam's state, so do it
     # before loading the checkpoint's state.
-    largest_step(model, run.optimizer, run.reference, settings)
+    largest_step(model, run.optimizer, run.reference, settings, n_prompt)
     if checkpoint:
         load_state(run, checkpoint)
     return run
@@ -1106,10 +1106,10 @@ def check_unchanged(checkpoint: Path, prompting: Prompting, pool: list):
         )
 
 
-def check_longest_prompt(run: Run):
-    """End the program if the model's context is too short for the longest question.
+def check_longest_prompt(run: Run) -> int:
+    """Return the number of tokens in the longest question's prompt.
 
-    The context must hold the question's whole prompt and max_new_tokens more. The question with the
+    Ends the program if the model's context does not hold this prompt and max_new_tokens more. The question with the
     most bytes counts as the longest, because counting all questions' tokens would take seconds. The
     longer prompts of second rounds are not checked.
     """
@@ -1123,6 +1123,7 @@ def check_longest_prompt(run: Run):
             f"the Conductor cannot read the {n_read} tokens of its prompt and write "
             f"--max_new_tokens={n_written}: {longest:.60}"
         )
+    return n_read
 
 
 def measure_held_out(run: Run, settings: Settings, done: int):
@@ -1164,7 +1165,8 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
     Args:
         name: The prefix of all call ids. If replies are kept on disk, they are found by these ids.
     """
-    write = model_writer(whole_copy(run.model), run.tokenizer, run.prompting, temperature=0.0)
+    model = whole_copy(run.model, settings)
+    write = model_writer(model, run.tokenizer, run.prompting, temperature=0.0)
     system = evaluation.conductor(
         write,
         run.prompting,
@@ -1462,16 +1464,23 @@ def blank_rollout(n_prompt: int, n_written: int) -> Rollout:
     return Rollout("", advantage=1.0, **tokens)
 
 
-def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
+def largest_step(
+    model: Qwen, optimizer, reference: Qwen | None, settings: Settings, n_prompt: int = PROMPT
+):
     """Do the largest update once, with a learning rate of 0, and reset Adam's state to zeros.
 
     If memory is too small for the run's updates, the run thus fails here, before workers are paid
-    for rollouts. The trial has two micro-batches, because memory peaks in the second one, when the
-    first one's gradients are in memory as well. On a CPU, a small update is done instead, just to
-    create Adam's state.
+    for rollouts. Attention copies a prompt's keys and values for each of its completions, so the
+    largest micro-batch has all completions of a long prompt, and they fill the token budget. The
+    trial has two micro-batches, because memory peaks in the second one, when the first one's
+    gradients are in memory as well. On a CPU, a small update is done instead, just to create Adam's
+    state.
+
+    Args:
+        n_prompt: The number of tokens in the longest prompt.
     """
-    size, n_prompt = (settings.token_budget, PROMPT) if model.device.type == "cuda" else (64, 8)
-    n_written = min(settings.max_new_tokens, size)
+    size, n_prompt = (settings.token_budget, n_prompt) if model.device.type == "cuda" else (64, 8)
+    n_written = min(settings.max_new_tokens, max(1, size // settings.n_rollouts))
     rollouts = [blank_rollout(n_prompt, n_written)] * (size // n_written) * 2
     update(model, optimizer, rollouts, beta=settings.beta, reference=reference, token_budget=size)
     for state in optimizer.state.values():
@@ -1497,7 +1506,7 @@ def try_run(settings: Settings, config: Config, entries: list[dict]):
         p.detach().to_local().normal_(std=0.02)
 
     optimizer = adam(model, settings.beta2)
-    reference = whole_copy(model) if settings.beta else None
+    reference = whole_copy(model, settings) if settings.beta else None
     seconds = seconds_of(lambda: largest_step(model, optimizer, reference, settings))
     memory = f" and {torch.cuda.max_memory_allocated() / GIB:.1f} GiB of GPU memory"
     print0(f"the trial update took {seconds:.1f} s{memory if settings.device == 'cuda' else ''}")
@@ -1519,7 +1528,7 @@ def print_duration(model: Qwen, optimizer, reference: Qwen | None, settings: Set
     prompts = [[i] * n_prompt for i in range(settings.n_questions)]
     rollouts = [blank_rollout(n_prompt, n_written)] * n_rollouts
     print0("timing the sampler, an update, and one call of each worker …")
-    sampler = whole_copy(model)
+    sampler = whole_copy(model, settings)
     pool = load_pool(settings.pool)
     ping_workers(pool)  # opens the connections, so that the timed pings need not
     sampling = seconds_of(lambda: generate(sampler, prompts, n_rollouts, n_written))
@@ -1602,22 +1611,28 @@ def shard(model: Qwen, settings: Settings) -> Qwen:
 
 
 @torch.no_grad()
-def whole_copy(model: Qwen) -> Qwen:
+def whole_copy(model: Qwen, settings: Settings) -> Qwen:
     """Gather an unsharded copy of the model on every rank, in the dtype that the model computes in.
 
-    LoRA's matrices are merged into the weights. All ranks call this.
+    With LoRA, the copy has LoRA matrices, too. Merged into weights of 16 bits, a small update would
+    be rounded away, and the copy would not sample from the policy that is being trained. All ranks
+    call this.
     """
     with torch.device("meta"):
         whole = Qwen(model.config)
+        if settings.lora_rank:
+            add_lora(whole, settings.lora_rank)
     dtype = dtype_for(model.config, model.device)
-    state = {}
-    for name, p in model.named_parameters():
-        in_dtype = torch.float32 if ".lora_" in name else dtype
-        state[name] = p.to(model.device, in_dtype, copy=True).full_tensor()
-    whole.load_state_dict(merge_lora(state), assign=True, strict=False)
+    state = {
+        name: p.to(model.device, dtype, copy=True).full_tensor()
+        for name, p in model.named_parameters()
+    }
+    whole.load_state_dict(state, assign=True, strict=False)
     if model.config.tie_word_embeddings:
         whole.lm_head.weight = whole.model.embed_tokens.weight
-    return whole.join() if whole.device.type == "cuda" else whole
+    state.clear()  # so that `join` can free the weights that it joins
+    can_join = whole.device.type == "cuda" and not settings.lora_rank
+    return whole.join() if can_join else whole
 
 
 def adam(model: Qwen, beta2: float) -> torch.optim.AdamW:
@@ -1836,7 +1851,7 @@ def start_wandb(settings: Settings):
     try:
         import wandb
 
-        wandb.init(project="conductor", config=asdict(settings), dir=settings.out)
+        wandb.init(project="conductor", config=asdict(settings), dir=settings.out, resume="auto")
     except Exception as e:
         raise ValueError(f"--wandb: {reason(e)}") from None
 
@@ -2042,7 +2057,7 @@ def save_for_use(run: Run, settings: Settings, folder: Path):
 
     Also writes conductor.json, which tells other commands how to prompt the Conductor.
     """
-    whole = whole_copy(run.model)
+    whole = whole_copy(run.model, settings)
 
     def write():
         shutil.rmtree(folder, ignore_errors=True)
@@ -2277,10 +2292,10 @@ def main(argv: list[str]):
         ctypes.CDLL(None).prctl(1, 9)
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # gloo carries Python objects between ranks. The timeout is long because a rank may wait for
-    # another rank's workers for longer than NCCL's default of ten minutes.
+    # gloo carries Python objects between ranks. The timeout is long because ranks wait for each
+    # other's workers. With slow workers, rank 0's final table alone takes hours.
     backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(hours=3), **own_store)
+    dist.init_process_group(backend, timeout=datetime.timedelta(days=1), **own_store)
     signal.signal(signal.SIGINT, lambda *_: interrupted(settings))
     try:
         train(settings)

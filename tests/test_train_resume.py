@@ -24,9 +24,10 @@ from safetensors.torch import load_file
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import train as module
 from eval import load
-from model import Qwen, write_json
+from model import Qwen, merge_lora, write_json
 from train import Settings, read_command, read_trace
 from train_runs import (
+    ROOT,
     Workers,
     end_of,
     kill_when,
@@ -153,6 +154,28 @@ def test_a_run_with_lora_goes_on_as_if_nothing_had_happened(tmp_path):
     assert weights(killed) == weights(whole) != weights(trained()[0])
     [state] = Path(whole).glob("checkpoint/state/*")
     assert state.stat().st_size < os.path.getsize(f"{conductor}/model.safetensors") / 3
+
+
+def test_a_lora_update_that_16_bits_round_away_reaches_the_sampler(monkeypatch):
+    """B A is so small that, merged into bf16 weights, hardly any of it would be left."""
+    monkeypatch.setattr(module, "dtype_for", lambda config, device: torch.bfloat16)
+    settings = Settings(device="cpu", lora_rank=4)
+    shard = lambda whole: module.shard(whole, settings)
+    folder = f"{ROOT}/assets/laptop"
+    ids = torch.arange(20)[None]
+    with one_rank(), torch.no_grad():
+        model = Qwen.from_pretrained(folder, torch.bfloat16, shard=shard, lora_rank=4)
+        for name, p in model.named_parameters():
+            if name.endswith("lora_B"):
+                p.to_local().normal_(std=1e-4)
+        sampler = module.whole_copy(model, settings)
+        before = Qwen.from_pretrained(folder, torch.bfloat16)
+        assert torch.equal(sampler(ids), model(ids))
+        assert not torch.equal(sampler(ids), before(ids))
+    state = sampler.state_dict()
+    merged = merge_lora(state)
+    same = [(merged[name] == state[name]).float().mean() for name in merged if "_proj" in name]
+    assert min(same) > 0.9
 
 
 def test_two_ranks_roll_out_and_learn_what_one_does(tmp_path):
