@@ -102,6 +102,7 @@ from workers import (
     load_function,
     load_pool,
     name_of,
+    one_line,
     ping_workers,
     probable_cost,
     read_pool,
@@ -329,11 +330,6 @@ PRESETS = {
         beta=0.2,  # as measured; less has not been tried here, nor in PAIRS
     ),
 }
-# If more than this share of a question's answers is wrong, its right rollouts are part of every
-# minibatch.
-RARELY_RIGHT = 0.8
-# The maximum number of held-out problems on which a checkpoint before the last is measured.
-N_TEST_AT_CHECKPOINT = 72
 
 
 @dataclass
@@ -379,7 +375,8 @@ def train(settings: Settings):
     reference policy, the traces of later iterations, the workers' replies and settings.json. A run
     that is killed and resumed therefore ends with the same weights as an uninterrupted run with the
     same flags and number of ranks, if workers repeat the replies that were lost. With a different
-    number of ranks, results are rounded differently, which now and then changes a sampled token.
+    number of ranks, and on a GPU in any two runs, results are rounded differently, which now and
+    then changes a sampled token.
     """
     run = set_up(settings)  # loads the newest checkpoint, or does the warm start
     # If the run ended after its newest checkpoint was saved and before it was measured, measure the
@@ -666,7 +663,7 @@ def own_reward(rollout: Rollout, function: str) -> float:
     except Exception as e:
         raise ValueError(
             f"--reward={function} failed on a rollout of {rollout.problem.id}: "
-            f"{type(e).__name__}: {e}"
+            f"{type(e).__name__}: {e}. Once the function is mended, {GO_ON}"
         ) from e
     return value
 
@@ -689,6 +686,11 @@ def track_wrong_shares(run: Run, groups: Groups):
         if any(rollout.reward is not None for rollout in group):
             kind = group[0].problem.kind
             run.wrong_share[kind].lerp_(torch.tensor(group[0].wrong_share), 0.3)
+
+
+# If more than this share of a question's answers is wrong, its right rollouts are part of every
+# minibatch.
+RARELY_RIGHT = 0.8
 
 
 def learn(run: Run, groups: Groups, settings: Settings, iteration: int) -> list[dict]:
@@ -916,12 +918,20 @@ def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tup
 
 def set_up(settings: Settings) -> Run:
     """Prepare everything that the loop in `train` needs, including the warm start of a new run."""
-    checkpoint, start = find_start(settings)
+    # Find the model to start from, and check what the run needs.
+    if not settings.dry_run:
+        lock_on_all_machines(Path(settings.out, "lock"))
+    checkpoint = on_rank0(lambda: newest_checkpoint(settings))
     first_iteration = int(checkpoint.name) if checkpoint else 0
+    start = str(checkpoint or settings.init_from)  # "" for a new tiny model
+    check_or_leave(settings, start)
 
     # Load problems, workers and model.
     torch.manual_seed(settings.seed)
     problems, test = on_all_ranks(lambda: load_problems(settings))
+    questions = {problem.question for problem in problems}
+    if test and all(problem.question in questions for problem in test):
+        print0("fewer than 20 problems, so none is held out: held_out is measured on all of them")
     pool = on_all_ranks(lambda: open_pool(settings))
     prompting = on_all_ranks(lambda: choose_prompting(settings))
     if checkpoint:
@@ -966,23 +976,17 @@ def set_up(settings: Settings) -> Run:
     return run
 
 
-def find_start(settings: Settings) -> tuple[Path | None, str]:
-    """Return the checkpoint to resume from (or None) and the model to load ("" for a new tiny one).
+def check_or_leave(settings: Settings, start: str):
+    """End the program if anything is missing that the run needs. A dry run always ends here.
 
-    Locks --out (except in a dry run), checks what the run needs, and ends the program if anything
-    is missing. A dry run always ends here.
+    `start` is the model that the run starts from, "" for a new tiny one.
     """
-    if not settings.dry_run:
-        lock_on_all_machines(Path(settings.out, "lock"))
-    checkpoint = on_rank0(lambda: newest_checkpoint(settings))
-    start = str(checkpoint or settings.init_from)
     evaluation.use_sandbox(settings.sandbox)
     config, entries, missing = on_rank0(lambda: preflight(settings, start))
     if settings.dry_run and config:
         try_run(settings, config, [] if missing else entries)
     if settings.dry_run or missing:
         leave(missing)
-    return checkpoint, start
 
 
 def default_warm_steps(start: str, config: Config) -> int:
@@ -1121,9 +1125,15 @@ def check_longest_prompt(run: Run) -> int:
     if n_read + n_written > run.model.config.max_position_embeddings:
         leave(
             f"the Conductor cannot read the {n_read} tokens of its prompt and write "
-            f"--max_new_tokens={n_written}: {longest:.60}"
+            f"--max_new_tokens={n_written}, as its context has "
+            f"{run.model.config.max_position_embeddings}; --prompt_style=short is the shortest "
+            f"prompt. The question is {one_line(longest):.60}"
         )
     return n_read
+
+
+# The maximum number of held-out problems on which a checkpoint before the last is measured.
+N_TEST_AT_CHECKPOINT = 72
 
 
 def measure_held_out(run: Run, settings: Settings, done: int):
@@ -1187,7 +1197,8 @@ def print_results(run: Run, settings: Settings):
     With --shuffle, first prints the Conductor's accuracy with shuffled pools. With --n_test=0, only
     prints how to ask the Conductor a question. All ranks call this.
     """
-    print0(f"python workflow.py QUESTION --checkpoint={settings.out}/checkpoint asks it; a table:")
+    pool = "" if settings.pool in LOCAL else f" --pool={settings.pool}"
+    print0(f"python workflow.py QUESTION --checkpoint={settings.out}/checkpoint{pool} asks it")
     run.optimizer = run.reference = None  # free their memory for the evaluation
     if settings.shuffle and settings.n_test:
         answered = conduct_problems(run, run.test, settings, "test:shuffled")
@@ -1773,6 +1784,11 @@ def log(settings: Settings, metrics: dict, seconds_left: float):
     lost = f", the first by: {metrics['error']}" if metrics["error"] else ""
     done = f"{metrics['iteration'] + 1:4d}/{settings.iterations}"
     print0(f"{done} {words} ETA {as_duration(seconds_left)}{lost}")
+    if metrics["parsed"] == 0:
+        print0(
+            f"no completion was a valid workflow; {trace_file(settings, metrics['iteration'])} has "
+            "them. --warm_steps, another --prompt_style or more --max_new_tokens may help"
+        )
 
 
 def as_duration(seconds: float) -> str:
@@ -1789,8 +1805,11 @@ def lock(file: Path) -> str:
     Raises ValueError, naming the other run, if another run holds the lock. If the file system
     cannot lock files, prints a warning and continues.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    held = open(file, "a+")  # "w" would erase the text of a run that holds the lock
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        held = open(file, "a+")  # "w" would erase the text of a run that holds the lock
+    except OSError as e:
+        raise ValueError(f"--out={file.parent} cannot be written: {e.strerror}") from None
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -1820,13 +1839,17 @@ def lock_on_all_machines(file: Path):
 
 
 def discard_empty(out: Path):
-    """Remove --out if this process has locked it and it holds only the lock and empty files.
+    """Clean up after a command that locked --out, but ended before its run began.
 
-    This cleans up after a command that ended before its run began.
+    Removes the lock and an empty file of replies, and then --out, if nothing else is in it.
     """
-    written = [file for file in out.glob("*") if file.name != "lock" and file.lstat().st_size]
-    if LOCKS and not written:
-        shutil.rmtree(out, ignore_errors=True)
+    if LOCKS and not (out / "settings.json").exists():
+        (out / "lock").unlink(missing_ok=True)
+        replies = out / "replies"
+        if replies.exists() and not replies.stat().st_size:
+            replies.unlink()
+        with contextlib.suppress(OSError):  # The folder is not empty.
+            out.rmdir()
 
 
 def open_folder(settings: Settings, first_iteration: int):

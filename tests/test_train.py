@@ -32,9 +32,12 @@ from train import (
     Settings,
     bytes_for,
     check_longest_prompt,
+    discard_empty,
     files_of,
     find_reason_to_stop,
     first_rounds,
+    lock,
+    log,
     needs_recompute,
     open_folder,
     preflight,
@@ -531,7 +534,8 @@ def test_a_run_with_everything_of_ones_own(tmp_path):
     assert "16 problems, workers: left, right" in said and "warm start" not in said
     with open(f"{tmp_path}/out/test.jsonl") as file:
         assert [json.loads(row)["system"] for row in file].count("conductor") == 4
-    assert not os.path.exists(f"{tmp_path}/out/reference") and f"--checkpoint={tmp_path}" in said
+    assert not os.path.exists(f"{tmp_path}/out/reference")
+    assert f"QUESTION --checkpoint={tmp_path}/out/checkpoint --pool={tmp_path}" in said
 
 
 def test_own_runs_name_all_that_is_missing_at_once():
@@ -564,6 +568,42 @@ def test_a_grader_that_fails_is_known_before_anything_is_paid(tmp_path):
     assert workers.calls == 0
 
 
+def test_a_folder_in_which_no_run_began_keeps_what_is_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.LOCKS", [None])
+    out = tmp_path / "out"
+    out.mkdir()
+    mine = out / ".gitkeep"
+    for file in (mine, out / "lock", out / "replies"):
+        file.touch()
+    discard_empty(out)
+    assert os.listdir(out) == [".gitkeep"]
+    mine.unlink()
+    (out / "replies").write_text("a paid reply")
+    discard_empty(out)
+    assert os.listdir(out) == ["replies"]
+    (out / "replies").unlink()
+    discard_empty(out)
+    assert not out.exists()
+
+
+def test_an_out_that_is_a_file_is_a_sentence(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.touch()
+    with pytest.raises(ValueError, match="--out=.*mine.jsonl cannot be written: File exists"):
+        lock(file / "lock")
+
+
+def test_an_iteration_without_a_valid_workflow_says_so(tmp_path, capsys):
+    settings = Settings(out=str(tmp_path))
+    metrics = {"iteration": 0, "error": None}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    log(settings, metrics | {"parsed": 0.5}, 0.0)
+    assert "no completion was a valid workflow" not in capsys.readouterr().out
+    log(settings, metrics | {"parsed": 0.0}, 0.0)
+    assert f"{tmp_path}/traces/00000.jsonl has them" in capsys.readouterr().out
+    dist.destroy_process_group()
+
+
 def test_the_longest_question_is_the_one_with_the_most_bytes():
     tokenizer = SimpleNamespace(chat=lambda chat: str(chat))
     model = SimpleNamespace(config=Config(max_position_embeddings=300))
@@ -571,7 +611,7 @@ def test_the_longest_question_is_the_one_with_the_most_bytes():
     run = SimpleNamespace(tokenizer=tokenizer, model=model, pool=POOL, prompting=SHORT)
     run.problems, run.test = [short], [dense]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pytest.raises(SystemExit, match="cannot read .* tokens of its prompt.*: éé"):
+    with pytest.raises(SystemExit, match="cannot read .* tokens of its prompt.* has 300; .* éé"):
         check_longest_prompt(run)
 
 
