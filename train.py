@@ -1113,9 +1113,9 @@ def check_unchanged(checkpoint: Path, prompting: Prompting, pool: list):
 def check_longest_prompt(run: Run) -> int:
     """Return the number of tokens in the longest question's prompt.
 
-    Ends the program if the model's context does not hold this prompt and max_new_tokens more. The question with the
-    most bytes counts as the longest, because counting all questions' tokens would take seconds. The
-    longer prompts of second rounds are not checked.
+    Ends the program if the model's context does not hold this prompt and max_new_tokens more. The
+    question with the most bytes counts as the longest, because counting all questions' tokens would
+    take seconds. The longer prompts of second rounds are not checked.
     """
     questions = [problem.question for problem in run.problems + run.test]
     longest = max(questions, key=lambda question: len(question.encode()))
