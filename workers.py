@@ -15,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import inspect
 import itertools
 import json
 import os
@@ -233,14 +234,19 @@ class Worker:
             return self.post(headers, body)
         except Failure as failure:
             return failure
-        except Exception as e:  # such as a lost connection, a timeout, or an error in the function
-            return broken(e)
+        except (TimeoutError, exceptions.ReadTimeoutError):
+            return Failure(f"no whole answer in time; its timeout is {self.timeout:g} s")
+        except Exception as e:  # such as a lost connection
+            return failed_attempt(e)
 
     def call_function(self, messages: list[dict]) -> Reply:
         """Call the Python function and return its answer, a text or a Reply, as a new Reply.
 
         Python cannot stop a running function. If the function takes longer than `timeout`, its
         answer is ignored, and its thread may continue until the program ends.
+
+        Raises Failure if the function raises an exception, TimeoutError if it takes too long, and
+        TypeError if it returns something else.
         """
         future = Future()
 
@@ -248,8 +254,8 @@ class Worker:
             try:
                 # Pass copies, because a function may change the messages that it gets.
                 future.set_result(self.run_function([{**message} for message in messages]))
-            except Exception as e:
-                future.set_exception(e)
+            except BaseException as e:  # In this thread, a KeyboardInterrupt is not Ctrl-C.
+                future.set_exception(failed_attempt(e))
 
         threading.Thread(target=run, daemon=True).start()
         answer = future.result(self.timeout)
@@ -436,10 +442,8 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
     return Failure(f"HTTP {status} of {where}: {text}", wait, busy, cost=0.0 if is_unpaid else None)
 
 
-def broken(error: Exception) -> Failure:
+def failed_attempt(error: BaseException) -> Failure:
     """Return the Failure for an exception that a request or a Python function raised."""
-    if isinstance(error, (requests.ReadTimeout, exceptions.ReadTimeoutError, TimeoutError)):
-        return Failure("no whole answer within the worker's timeout (at most 120 s for a hello)")
     # A user's function may call `requests`, whose errors wrap the error that says what happened.
     is_wrapper = isinstance(error, requests.RequestException) and error.args
     cause = getattr(error.args[0], "reason", error) if is_wrapper else error
@@ -466,8 +470,11 @@ def find(data, *path: str):
 
 
 def fits(value, pattern: str) -> bool:
-    """Return whether a value, written as JSON, fully matches a regular expression."""
-    return bool(re.fullmatch(pattern, json.dumps(value)))
+    """Return whether a value, written as JSON, fully matches a regular expression.
+
+    What JSON cannot express, such as bytes, is written as {}.
+    """
+    return bool(re.fullmatch(pattern, json.dumps(value, default=lambda _: {})))
 
 
 def without_surrogates(text: str) -> str:
@@ -641,12 +648,14 @@ def load_function(spec: str):
     raises a RuntimeError instead. So a function that calls sys.exit ends neither the program nor
     the calling thread. Ctrl-C still ends the program.
 
-    Raises ValueError if the file cannot be run or has no such function.
+    Raises ValueError if the file cannot be run or has no such function, or if it is async.
     """
     function = load_name(spec)
     if not callable(function):
         path, _, name = spec.rpartition(":")
         raise ValueError(f"{path} has no function {name}")
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{spec} is async: wrap it in a function that calls asyncio.run")
 
     @functools.wraps(function)
     def guarded(*arguments):

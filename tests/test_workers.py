@@ -499,29 +499,38 @@ def test_a_users_file_may_import_the_modules_beside_it(tmp_path):
 
 
 ENDLESS = """
-import os, sys, threading
+import os, sys, threading, requests
 class Ended(BaseException): pass
 def sleep(messages): threading.Event().wait()
 def end(messages): sys.exit(0)
 def interrupt(messages): raise KeyboardInterrupt
 def own(messages): raise Ended("over")
-def give_up(messages): raise TimeoutError
+def give_up(messages): raise TimeoutError("the database is locked")
+def send(messages): raise requests.ReadTimeout("Read timed out. (read timeout=0.5)")
+def encoded(messages): return b"yes"
+def generated(messages): yield "yes"
 """
 
 
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("sleep", "no whole answer within"),
+        ("sleep", "no whole answer in time; its timeout is 0.05 s"),
         ("end", r"raised SystemExit\(0\)"),
+        ("interrupt", "KeyboardInterrupt"),
         ("own", r"raised Ended\('over'\)"),
-        ("give_up", "no whole answer within"),
+        ("give_up", "TimeoutError: the database is locked"),
+        ("send", r"ReadTimeout: Read timed out. \(read timeout=0.5\)"),
+        ("encoded", "TypeError: expected a text, .*b'yes'"),
+        ("generated", "TypeError: expected a text, .*generator"),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_a_function_that_does_not_answer_is_a_failed_call(name, says, tmp_path):
     """The error names the worker and its function's file. The caller can catch it and continue."""
     (tmp_path / "tools.py").write_text(ENDLESS)
-    row = {"protocol": "python", "function": f"tools.py:{name}", "name": "jane", "timeout": 0.05}
+    timeout = 0.05 if name == "sleep" else 30
+    row = {"protocol": "python", "function": f"tools.py:{name}", "name": "jane", "timeout": timeout}
     pool = load_pool(pool_file(tmp_path, row))
     with pytest.raises(WorkerError, match=rf"^jane: .*{says}.*tools.py:{name}, attempt 1,"):
         pool[0].chat(CHAT)
@@ -547,6 +556,12 @@ def test_a_users_function_raises_nothing_that_ends_the_program(name, tmp_path):
     reward = workers.load_function(f"{tmp_path}/mine.py:{name}")
     with pytest.raises(RuntimeError, match="it raised "):
         reward(None)
+
+
+def test_a_coroutine_is_no_function(tmp_path):
+    (tmp_path / "tools.py").write_text("async def f(messages): return 'yes'\n")
+    with pytest.raises(ValueError, match="function: .*tools.py:f is async"):
+        load_pool(pool_file(tmp_path, {"protocol": "python", "function": "tools.py:f"}))
 
 
 def test_ctrl_c_in_a_users_function_is_ctrl_c(tmp_path):
@@ -679,7 +694,7 @@ def test_who_does_not_answer_in_time_is_not_asked_again(begins, drip):
         while not server.over.wait(0.01):
             conn.sendall(drip if begins else b"")
 
-    with OddServer(late) as server, pytest.raises(WorkerError, match="no whole answer|no reply"):
+    with OddServer(late) as server, pytest.raises(WorkerError, match="timeout is 0.3 s|no reply"):
         worker(server, timeout=0.3).chat(CHAT)
     assert len(server.requests) == 1
 
