@@ -1379,6 +1379,7 @@ def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
     n_trained = count_parameters(config, settings.lora_rank)
     width = dtype_for(config, settings.device).itemsize
     hidden, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
+    kv = 2 * config.num_key_value_heads * config.head_dim * width  # bytes: a token, one layer
 
     # At all times: this rank's share of the trained weights and of Adam's two moments, in fp32 (12
     # bytes for each weight), and of the weights that LoRA freezes; and a whole reference.
@@ -1391,7 +1392,7 @@ def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
     n_tokens = settings.n_questions * (
         PROMPT + settings.n_rollouts // world * settings.max_new_tokens
     )
-    cache = 2 * config.num_key_value_heads * config.head_dim * layers * width * n_tokens
+    cache = layers * kv * n_tokens
     if settings.device == "cuda":
         cache = min(cache, device_bytes("cuda") / 5)  # the limit that sample.generate sets
 
@@ -1402,8 +1403,11 @@ def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
     gathered = (2 * width + 4) * (2 * hidden * vocab + 2 * n / layers)
     # For each token: the input of every layer, and the values inside the layers that are alive.
     n_activations = layers * hidden + alive * (10 * hidden + 5 * config.intermediate_size)
+    # Keys and values: each of a prompt's completions gets a copy of the prompt's.
+    n_seen = settings.n_rollouts * PROMPT + settings.token_budget
+    copies = alive * kv * n_seen
     logits = 20 * min(row * vocab, HEAD_LOGITS[settings.device])
-    learning = share * 4 * n_trained + gathered + row * width * n_activations + logits
+    learning = share * 4 * n_trained + gathered + row * width * n_activations + copies + logits
     return weights + reference + max(width * n + cache, learning)
 
 
