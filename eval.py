@@ -492,13 +492,13 @@ def plan_at_random(rollout: Rollout) -> Workflow:
 
 
 def conductor(
-    write, prompting: Prompting, extra_rounds: int = 0, edit=None, tries: int = 1, only: str = ""
+    write, max_steps: int = 5, extra_rounds: int = 0, edit=None, tries: int = 1, only: str = ""
 ):
     """Return a system that runs the workflows a Conductor writes.
 
     Args:
         write: A function that asks the Conductor for workflows; see "Writers" in workflow.py.
-        prompting: How the Conductor is prompted.
+        max_steps: The maximum number of steps; a longer workflow is invalid.
         extra_rounds: The maximum number of rounds after the first, in which the Conductor may
             revise the answer (§3.2).
         edit: edit(workflow) -> workflow changes each workflow before it runs, for ablations.
@@ -515,7 +515,7 @@ def conductor(
                 write,
                 rollouts,
                 extra_rounds,
-                prompting,
+                max_steps,
                 tries,
                 judge=grade_once(),
                 edit=edit,
@@ -572,7 +572,7 @@ def trained_conductor(setup: Setup, edit=None):
     model, tokenizer, prompting = shared_conductor(settings.checkpoint)
     prompting = replace(prompting, prompt_style=settings.prompt_style or prompting.prompt_style)
     write = model_writer(model, tokenizer, prompting, temperature=0.0)
-    return conductor(write, prompting, settings.extra_rounds, edit, only=settings.only)
+    return conductor(write, prompting.max_steps, settings.extra_rounds, edit, only=settings.only)
 
 
 def as_conductor(setup: Setup):
@@ -584,7 +584,9 @@ def as_conductor(setup: Setup):
     settings = setup.settings
     prompting = Prompting(prompt_style=settings.prompt_style or Prompting.prompt_style)
     write = worker_writer(setup.pool[setup.worker], prompting)
-    return conductor(write, prompting, settings.extra_rounds, tries=10, only=settings.only)
+    return conductor(
+        write, prompting.max_steps, settings.extra_rounds, tries=10, only=settings.only
+    )
 
 
 def best_of_n(setup: Setup):

@@ -600,7 +600,7 @@ def begin_rollouts(
         return roll_out(
             mine,
             write,
-            run.prompting,
+            run.prompting.max_steps,
             judge=evaluation.grade_once(),
             edit=evaluation.ABLATIONS[settings.ablate],
             call=call,
@@ -1179,7 +1179,7 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
     write = model_writer(model, run.tokenizer, run.prompting, temperature=0.0)
     system = evaluation.conductor(
         write,
-        run.prompting,
+        run.prompting.max_steps,
         extra_rounds=int(settings.recursion),
         edit=evaluation.ABLATIONS[settings.ablate],
     )

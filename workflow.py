@@ -749,7 +749,7 @@ class Threads:
 THREADS = Threads(512)
 
 
-def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
+def carry_out(rollout: Rollout, max_steps: int, judge, edit, call):
     """Parse, run and judge a written rollout, as a generator whose caller runs the jobs.
 
     A job is a call to a worker or to `judge`. The generator yields a list of jobs that can start
@@ -770,7 +770,7 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
         workers = rollout.workers or len(rollout.pool)
         may_keep_answer = rollout.previous is not None
         try:
-            rollout.workflow = parse(rollout.written, workers, prompting.max_steps, may_keep_answer)
+            rollout.workflow = parse(rollout.written, workers, max_steps, may_keep_answer)
         except WorkflowError as e:
             rollout.invalid = str(e)
             rollout.right = False if judge else None
@@ -831,7 +831,7 @@ def failed_call(error: Exception) -> WorkerError:
 def roll_out(
     rollouts: list[Rollout],
     write=None,
-    prompting: Prompting = Prompting(),
+    max_steps: int = 5,
     judge=None,
     edit=None,
     call=call_worker,
@@ -845,7 +845,7 @@ def roll_out(
     Args:
         rollouts: Rollouts whose questions and pools are set, and the problems if there is a judge.
         write: A writer (see "Writers" below), or None if the workflows are already set.
-        prompting: How the Conductor is prompted.
+        max_steps: The maximum number of steps; a longer workflow is invalid.
         judge: judge(problem, answer) returns what is wrong with an answer, or "" if it is right.
             Runs in a thread. If None, answers are not judged.
         edit: edit(workflow) returns the workflow to run instead, for ablations.
@@ -881,7 +881,7 @@ def roll_out(
 
     # Start each rollout when it is written, and handle events in between.
     for rollout in write(rollouts) if write else rollouts:
-        work = carry_out(rollout, prompting, judge, edit, call)
+        work = carry_out(rollout, max_steps, judge, edit, call)
         running[id(rollout)] = (rollout, work, time.monotonic())
         advance(rollout)  # starts carry_out, which yields the first jobs
         while not events.empty():
@@ -911,7 +911,7 @@ def conduct(
     write,
     rollouts: list[Rollout],
     extra_rounds: int = 0,
-    prompting: Prompting = Prompting(),
+    max_steps: int = 5,
     tries: int = 3,
     **settings,
 ) -> list[Rollout]:
@@ -925,7 +925,7 @@ def conduct(
         extra_rounds: The maximum number of rounds after the first (§3.2). A question gets fewer if
             the Conductor keeps an answer by writing empty lists, if it writes no valid workflow, or
             if a round is lost.
-        prompting: How the Conductor is prompted.
+        max_steps: The maximum number of steps; a longer workflow is invalid.
         tries: How many times per round the Conductor may try to write a valid workflow. Each
             further try increases `number` by 1, so that different tokens are sampled.
         settings: Further arguments for roll_out.
@@ -938,14 +938,14 @@ def conduct(
                 last[i] = replace(rollouts[i], number=rollout.number + 1)
         pending = [rollout for rollout in last if not rollout.workflow and not rollout.error]
         if pending:
-            roll_out(pending, write, prompting, **settings)
+            roll_out(pending, write, max_steps, **settings)
 
     # Conduct further rounds for the questions that workers answered in this round. If the next
     # round has no valid workflow, keep this one.
     open_ended = [i for i, rollout in enumerate(last) if rollout.replies and not rollout.error]
     if extra_rounds and open_ended:
         asked = [replace(rollouts[i], previous=last[i]) for i in open_ended]
-        further = conduct(write, asked, extra_rounds - 1, prompting, tries, **settings)
+        further = conduct(write, asked, extra_rounds - 1, max_steps, tries, **settings)
         for i, rollout in zip(open_ended, further):
             if rollout.workflow:
                 last[i] = rollout
@@ -1379,7 +1379,7 @@ class Service:
     write: Callable  # a writer; up to CONDUCTING threads call it at the same time
     pool: list
     workers: list[int] | None = None  # numbers of the workers that may be used; None: all
-    prompting: Prompting = field(default_factory=Prompting)  # how the Conductor is prompted
+    max_steps: int = 5  # the maximum number of steps; a longer workflow is invalid
     extra_rounds: int = 1  # for the model conductor-recursive: maximum rounds after the first
     silence: float = 15.0  # seconds without an event before a stream sends a keep-alive comment
     run: str = ""  # the folder of the training run that the page shows
@@ -1486,7 +1486,7 @@ class ConductorHandler(Handler):
 
         def conduct_question():
             extra_rounds = service.extra_rounds if self.card["model"] == self.models[1] else 0
-            [last] = conduct(write, [asked], extra_rounds, service.prompting, call=call)
+            [last] = conduct(write, [asked], extra_rounds, service.max_steps, call=call)
             return last
 
         service.conducting.run(conduct_question, (), events.put)
@@ -1763,12 +1763,14 @@ def main(argv: list[str]):
 
     if is_server:
         rounds = settings.extra_rounds or 1
-        serve(settings, Service(write, pool, workers, prompting, rounds, run=settings.run))
+        service = Service(write, pool, workers, prompting.max_steps, rounds, run=settings.run)
+        serve(settings, service)
     else:
-        answer(Rollout(question, pool, workers), write, prompting, settings.extra_rounds)
+        asked = Rollout(question, pool, workers)
+        answer(asked, write, prompting.max_steps, settings.extra_rounds)
 
 
-def answer(asked: Rollout, write, prompting: Prompting, extra_rounds: int):
+def answer(asked: Rollout, write, max_steps: int, extra_rounds: int):
     """Answer a question, print its workflow and the total cost, and exit."""
 
     def write_aloud(rollouts):
@@ -1779,7 +1781,7 @@ def answer(asked: Rollout, write, prompting: Prompting, extra_rounds: int):
         print(f"step {i}: {rollout.names[i]} is asked …", file=sys.stderr)
         return call_worker(rollout, i)
 
-    [rollout] = conduct(write_aloud, [asked], extra_rounds, prompting, call=call)
+    [rollout] = conduct(write_aloud, [asked], extra_rounds, max_steps, call=call)
     print(view(rollout), flush=True)
     calls = sum(worker.calls for worker in asked.pool)
     if calls > rollout.calls:  # A worker conducted. Print the totals that include these calls.

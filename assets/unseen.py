@@ -128,7 +128,7 @@ def main(checkpoints: list[str]):
         print(checkpoint)
         model, tokenizer, prompting = load_conductor(checkpoint)
         write = model_writer(model, tokenizer, prompting, temperature=0.0)
-        system = evaluation.conductor(write, prompting)
+        system = evaluation.conductor(write, prompting.max_steps)
         for test in TESTS:
             problems = sorting_problems() if test == "fifth trade" else held_out
             pools = [pool_for(problem, test, pool, fifth) for problem in problems]

@@ -18,7 +18,7 @@ from eval import SYSTEMS, Problem, Settings, Setup, load, measure, random_workfl
 from players import Player, lost
 from train_runs import end_of, launch
 from workers import Reply, load_name, load_pool
-from workflow import Prompting, Rollout, Step, Workflow
+from workflow import Rollout, Step, Workflow
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -147,7 +147,7 @@ def test_a_conductor_may_name_only_some_workers():
     text = 'model_id = [1]\nsubtasks = ["Solve it."]\naccess_list = [[]]'
     pool = [Player("a", lambda m: "42"), Player("b", lambda m: "42")]
     for only, right in (("b", [True, True]), ("a", [False, False])):
-        system = evaluation.conductor(write, Prompting(), only=only)
+        system = evaluation.conductor(write, only=only)
         assert [r.right for r in system(PROBLEMS, [pool] * 2, "test")] == right
 
 

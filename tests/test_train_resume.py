@@ -487,7 +487,7 @@ def test_a_fault_that_only_held_out_problems_show_is_a_sentence(monkeypatch):
     def spend(*_):
         raise SystemExit("the budget is spent")
 
-    run = SimpleNamespace(pool=[], prompting=None, model=None, tokenizer=None)
+    run = SimpleNamespace(pool=[], prompting=module.Prompting(), model=None, tokenizer=None)
     for name in ("whole_copy", "model_writer"):
         monkeypatch.setattr(module, name, lambda *_, **more: None)
     monkeypatch.setattr(module.evaluation, "conductor", lambda *_, **more: fail)
