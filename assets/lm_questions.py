@@ -2,9 +2,9 @@
 
     python assets/lm_questions.py > questions.jsonl
 
-The lines come in blocks of five. train.py and eval.py hold out the last line of each block. All
-questions about the same capital, sum or word are at the same position in their blocks, so
-they are either all held out or all trained on.
+train.py and eval.py hold out about a fifth of the questions. A question is left out if it would be
+held out while the first question for the same expression is not, or the reverse. So no held-out
+question is a trained one in other words.
 """
 
 import json
@@ -13,6 +13,7 @@ import random
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from eval import hash_of
 from workers import CITIES, DIGITS, FRAMES, sums
 
 CONSONANTS, VOWELS = "bdfgklmnprst", "aeiou"
@@ -34,23 +35,19 @@ def main():
         "capital backwards": {f"{name} backwards": city[::-1] for name, city in CITIES.items()},
     }
 
-    blocks = []
+    rows = []
     for kind, answers in kinds.items():
-        names = [*answers]
-        # There are only 36 capitals, so each of their blocks is printed five times.
-        repeats = 5 if len(names) < 99 else 1
-        for start in range(0, len(names) // 5 * 5, 5):
-            for frame in FRAMES * repeats:
-                blocks.append(
-                    [
-                        {"question": frame.format(name), "answer": answers[name], "kind": kind}
-                        for name in names[start : start + 5]
-                    ]
-                )
-    rng.shuffle(blocks)
-    for block in blocks:
-        for row in block:
-            print(json.dumps(row))
+        # There are only 36 capitals, so each question about one is printed five times.
+        repeats = 5 if len(answers) < 99 else 1
+        for name, answer in answers.items():
+            questions = [frame.format(name) for frame in FRAMES]
+            for question in questions * repeats:
+                # Hashes up to 0.2 are held out (eval.split_of_file).
+                if (hash_of(question) <= 0.2) == (hash_of(questions[0]) <= 0.2):
+                    rows.append({"question": question, "answer": answer, "kind": kind})
+    rng.shuffle(rows)
+    for row in rows:
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -339,7 +339,7 @@ def test_an_own_question_is_told_how_to_answer_and_marked_by_its_grader(tmp_path
             "grader": "exact",
         },
     )
-    math, short, letter, exact = read_problems(file)
+    math, short, letter, exact = load(file, "test")
     assert (
         math.question.endswith("\\boxed{}.")
         and grade(math, "It is \\boxed{42}.")
@@ -387,23 +387,58 @@ def test_two_rows_with_one_id_are_refused(tmp_path):
         read_problems(write(tmp_path, row, {**row, "question": "another"}))
 
 
-def test_from_twenty_rows_on_every_fifth_is_held_out(tmp_path):
-    rows = [{"question": f"q{i}", "answer": f"a{i}", "grader": "exact"} for i in range(25)]
+def questions_of(file: str, split: str) -> set[str]:
+    return {problem.question for problem in load(file, split)}
+
+
+def numbered(n: int, **more) -> list[dict]:
+    return [{"question": f"q{i}", "answer": f"a{i}", "grader": "exact", **more} for i in range(n)]
+
+
+def test_from_twenty_questions_on_about_a_fifth_is_held_out(tmp_path):
+    rows = numbered(200)
     file = write(tmp_path, *rows)
-    train, test = load(file, "train"), load(file, "test")
-    assert len(train) == 20 and {p.answer for p in test} == {"a4", "a9", "a14", "a19", "a24"}
+    assert 20 < len(load(file, "test")) < 60
+    assert len(load(file, "train")) + len(load(file, "test")) == 200
     file = write(tmp_path, *rows[:19])
     assert load(file, "train") == load(file, "test") and len(load(file, "test")) == 19
+    file = write(tmp_path, *rows[:5] * 5)  # 25 lines, five questions
+    assert load(file, "train") == load(file, "test") and len(load(file, "test")) == 25
+
+
+def test_a_file_whose_hashes_are_all_high_still_holds_out_a_question(tmp_path):
+    rows = [row for row in numbered(60) if evaluation.hash_of(row["question"]) > 0.2][:20]
+    file = write(tmp_path, *rows)
+    assert (len(load(file, "train")), len(load(file, "test"))) == (19, 1)
+
+
+def test_a_question_stays_in_its_split_when_its_file_changes(tmp_path):
+    """A line is inserted at the top, and the questions get another grader and other answers."""
+    file = write(tmp_path, *numbered(100))
+    train, test = questions_of(file, "train"), questions_of(file, "test")
+    assert questions_of(write(tmp_path, *numbered(101)[::-1]), "test") >= test
+
+    rows = [{**row, "grader": "short", "kind": "new"} for row in numbered(100)]
+    assert {q.split()[0] for q in questions_of(write(tmp_path, *rows), "test")} == {
+        q.split()[0] for q in test
+    }
+    assert not train & test
+
+
+def test_equal_questions_are_in_one_split(tmp_path):
+    file = write(tmp_path, *numbered(24), *numbered(24, kind="again"))
+    train, test = questions_of(file, "train"), questions_of(file, "test")
+    assert not train & test and len(train | test) == 24
+    assert len(load(file, "test")) == 2 * len(test)
 
 
 def test_kinds_take_turns_where_a_file_is_sorted_by_them(tmp_path):
     """Otherwise the first held-out problems, which checkpoints use, would all be of one kind."""
     rows = [
-        {"question": f"q{i}", "answer": "x", "grader": "exact", "kind": kind}
-        for i, kind in enumerate("aaaaaaaaaabbbbbbbbbbccccc")
+        {**row, "kind": kind} for row, kind in zip(numbered(60), "a" * 20 + "b" * 20 + "c" * 20)
     ]
     file = write(tmp_path, *rows)
-    assert [p.kind for p in load(file, "test")] == ["a", "b", "c", "a", "b"]
+    assert [p.kind for p in load(file, "test", 3)] == ["a", "b", "c"]
     assert [p.kind for p in load(file, "train", 6)] == ["a", "b", "c"] * 2
     assert load(file, "train") == load(file, "train")
 
