@@ -894,7 +894,7 @@ def roll_out(
         try:
             advance(*events.get(timeout=seconds_left))
         except queue.Empty:
-            oldest.error = f"it took longer than {timeout:g} s"
+            oldest.error = oldest.error or f"it took longer than {timeout:g} s"
             work.close()  # so that `advance` finds the generator finished
             advance(oldest)
     return rollouts
@@ -1363,11 +1363,12 @@ def numbers_of(names: str, pool: list) -> list[int]:
 
 CONDUCTING = 256  # the maximum number of requests that are conducted at the same time
 WAITING = 1024  # the maximum number of further requests that wait for their turn
-# Part of a rollout's error -> (HTTP status, OpenAI's error code). The first part that an error
-# contains decides.
+# Regular expression for the beginning of an error -> (HTTP status, OpenAI's error code). The first
+# one that matches decides. What a provider says never stands at the beginning of an error: the
+# name of its worker precedes it.
 ERRORS = {
-    "the budget of $": (402, "insufficient_quota"),
-    "the prompt has ": (400, "context_length_exceeded"),
+    r"(step \d+: )?the budget of \$": (402, "insufficient_quota"),
+    "the prompt has more tokens than the Conductor": (400, "context_length_exceeded"),
     "": (502, None),  # any other error
 }
 
@@ -1523,7 +1524,7 @@ class ConductorHandler(Handler):
             answered = last.previous
         if answered.error or answered.invalid:
             sentence = answered.error or f"the Conductor wrote no workflow: {answered.invalid}"
-            status, code = next(ERRORS[part] for part in ERRORS if part in sentence)
+            status, code = next(ERRORS[start] for start in ERRORS if re.match(start, sentence))
             raise Refusal(status, sentence, code)
 
         prompt_tokens = sum(reply.prompt_tokens for reply in last.all_replies)

@@ -256,6 +256,15 @@ def test_a_rollout_that_takes_too_long_is_lost_and_its_late_reply_ignored():
     assert quick.answer == "b"
 
 
+def test_a_lost_call_is_the_reason_even_if_time_runs_out_after_it():
+    release = threading.Event()
+    pool = [Player("a", lost), Player("b", lambda m: str(release.wait(60)))]
+    rollout = Rollout("q", pool, workflow=Workflow([Step(0, "x", []), Step(1, "x", [])]))
+    roll_out([rollout], timeout=0.2)
+    release.set()
+    assert rollout.error == "step 0: nobody answers"
+
+
 def test_a_bug_in_a_worker_or_a_grader_stops_everything():
     workflow = one_step()
     with pytest.raises(ZeroDivisionError):

@@ -232,6 +232,24 @@ def test_a_spent_budget_is_a_402(capfd):
     assert capfd.readouterr().err.count("conductor: 402, step 0: the budget of $1 is spent") == 1
 
 
+@pytest.mark.parametrize(
+    "why", ["a: HTTP 400: the prompt has been blocked", "a: HTTP 400: the budget of $9 is spent"]
+)
+def test_an_error_in_a_workers_words_is_a_502(why):
+    def fail(messages):
+        raise WorkerError(why)
+
+    def write(rollouts):  # as worker_writer does if the worker that conducts fails
+        for rollout in rollouts:
+            rollout.error = why
+            yield rollout
+
+    for how in ({"write": write}, {}):
+        with served([Player("a", fail)], chain(0), **how) as url:
+            response = post(url)
+        assert response.status_code == 502 and why in response.json()["error"]["message"]
+
+
 def test_each_request_is_one_line_of_the_log(capfd):
     """The line has the model, outcome, steps, seconds, dollars, and what is left of the budget.
 
