@@ -121,7 +121,7 @@ from workflow import (
     roll_out,
     rollout_to_json,
     save_prompting,
-    strip,
+    without_pools,
 )
 
 
@@ -617,9 +617,9 @@ def my_part(items: list) -> list:
 
 def gather_rollouts(asked: Groups, mine: list[Rollout]) -> Groups:
     """Return the rollouts of all ranks, on every rank, grouped and ordered like `asked`."""
-    # `strip` removes pools, which cannot be sent to other ranks, and problems, which need not be
+    # `without_pools` removes pools, which cannot be sent to other ranks, and problems, which need not be
     # sent. Every rank takes both from `asked`.
-    done = {(r.call_prefix, r.number): r for r in all_gather([strip(r) for r in mine])}
+    done = {(r.call_prefix, r.number): r for r in all_gather([without_pools(r) for r in mine])}
     groups = [[done[r.call_prefix, r.number] for r in group] for group in asked]
     for r, question in zip(itertools.chain(*groups), itertools.chain(*asked)):
         r.pool = question.pool
@@ -1187,7 +1187,8 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
     pools = [run.pool] * len(mine)
     if settings.shuffle:  # Each problem gets the whole pool, in a random order seeded by its id.
         pools = [random.Random(p.id).sample(run.pool, len(run.pool)) for p in mine]
-    rollouts = all_gather([strip(r) for r in on_all_ranks(lambda: system(mine, pools, name))])
+    answered = on_all_ranks(lambda: system(mine, pools, name))
+    rollouts = all_gather([without_pools(r) for r in answered])
     return [replace(rollout, problem=problem) for rollout, problem in zip(rollouts, problems)]
 
 

@@ -50,6 +50,7 @@ from workers import (
     jitter,
     load_pool,
     name_of,
+    one_line,
     read_pool,
 )
 
@@ -348,6 +349,11 @@ steps; "all" then shows a step this response too."""
 SHORT_AGAIN = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
 
 
+def numbers_from(workers: int | list[int]) -> list[int]:
+    """Return workers' numbers, given either these numbers or the number of workers."""
+    return [*range(workers)] if isinstance(workers, int) else workers
+
+
 def messages(
     question: str,
     workers: int | list[int],
@@ -371,7 +377,7 @@ def messages(
         context: The chat turns before the question. The short prompt omits them.
         examples: See Prompting. The short prompt omits the examples, too.
     """
-    numbers = [*range(workers)] if isinstance(workers, int) else workers
+    numbers = numbers_from(workers)
     if prompt_style == "short":
         again = SHORT_AGAIN
         chat = [
@@ -407,8 +413,7 @@ def short_pool(workers: int | list[int], notes: list[str] | None) -> str:
     after the note, but not one further away.
     """
     if notes:
-        numbers = range(workers) if isinstance(workers, int) else workers
-        return ", ".join(f"{notes[number]}{number}" for number in numbers)
+        return ", ".join(f"{notes[number]}{number}" for number in numbers_from(workers))
     if isinstance(workers, int):
         return f"{workers} models"
     return f"Models {' '.join(map(str, workers))}"
@@ -532,7 +537,7 @@ def parse(
     parse(text, workers=3) returns
     Workflow([Step(1, "Solve it.", []), Step(0, "Check it.", [0], wrote_all=True)]).
     """
-    numbers = [*range(workers)] if isinstance(workers, int) else workers
+    numbers = numbers_from(workers)
     text = text[-50_000:]
     workflow = None
     error = WorkflowError(f"{NAMES[0]}: the list is missing")
@@ -797,7 +802,7 @@ def carry_out(rollout: Rollout, max_steps: int, judge, edit, call):
         done, result = yield [(i, call, (rollout, i)) for i in ready]
         n_running -= 1
         if isinstance(result, Exception):
-            failure = failed_call(result)
+            failure = worker_error_behind(result)
             rollout.error = rollout.error or f"step {done}: {failure}"
             waiting = []  # The rollout is lost, so start no further steps.
         else:
@@ -807,13 +812,13 @@ def carry_out(rollout: Rollout, max_steps: int, judge, edit, call):
     if judge and not rollout.error:
         _, verdict = yield [(None, judge, (rollout.problem, rollout.answer))]
         if isinstance(verdict, Exception):
-            rollout.error = f"the grader: {failed_call(verdict)}"
+            rollout.error = f"the grader: {worker_error_behind(verdict)}"
         else:
             rollout.failure = verdict
             rollout.right = not verdict
 
 
-def failed_call(error: Exception) -> WorkerError:
+def worker_error_behind(error: Exception) -> WorkerError:
     """Return the WorkerError behind an exception, or raise the exception if there is none.
 
     The exception may be the WorkerError itself. But a grader that calls an LLM judge may wrap the
@@ -1058,14 +1063,14 @@ def in_background(start):
 # ---- Rollouts in files and on the screen ---------------------------------------------------------
 
 
-def strip(rollout: Rollout, **changes) -> Rollout:
+def without_pools(rollout: Rollout, **changes) -> Rollout:
     """Return a copy of a rollout and its previous rounds without their pools and problems.
 
     Pools can neither be sent to other ranks nor be written to a file. Problems need not be: every
     rank has them, and a file names their ids. `changes` are new values for other fields, and apply
     to all rounds.
     """
-    previous = rollout.previous and strip(rollout.previous, **changes)
+    previous = rollout.previous and without_pools(rollout.previous, **changes)
     return replace(rollout, pool=[], problem=None, previous=previous, **changes)
 
 
@@ -1077,7 +1082,7 @@ def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
     also has the answer and the totals of calls, tokens and cost.
     """
     changes = {} if with_tokens else {"prompt_ids": [], "tokens": [], "logprobs": []}
-    values = asdict(strip(rollout, **changes))
+    values = asdict(without_pools(rollout, **changes))
     del values["problem"]
     if rollout.problem:
         values["problem_id"] = rollout.problem.id
@@ -1556,7 +1561,7 @@ class ConductorHandler(Handler):
         budget = self.server.service.pool[0].budget
         if budget:
             parts.append(f"${budget.left:.4f} left")
-        line = " ".join(printable(", ".join(parts)).split())  # an error may have several lines
+        line = one_line(", ".join(parts))  # an error may have several lines
         # Do not use `print`: it writes the newline separately, so two threads' lines could mix.
         sys.stderr.write(line + "\n")
 

@@ -44,8 +44,8 @@ from workflow import (
     rollout_to_json,
     save_prompting,
     show,
-    strip,
     view,
+    without_pools,
     worker_writer,
 )
 
@@ -316,7 +316,7 @@ def test_a_failed_call_of_the_grader_loses_the_rollout_and_nothing_else(judge):
     assert easy.right
     assert easy.error is None
     hard.problem = None
-    assert rollout_from_json(json.loads(json.dumps(rollout_to_json(hard)))) == strip(hard)
+    assert rollout_from_json(json.loads(json.dumps(rollout_to_json(hard)))) == without_pools(hard)
 
 
 def test_a_users_grader_may_ask_a_judge_whose_calls_fail():
@@ -549,7 +549,7 @@ def test_a_rollout_survives_json_and_its_stripped_copy_lacks_only_pool_and_probl
     rollout = execute(Workflow([Step(0, "Check.", [], True)]), "q", pool, previous=first)
     rollout.prompt_ids, rollout.tokens, rollout.logprobs, rollout.reward = [1, 2], [3], [-0.1], 0.5
     whole = rollout_from_json(json.loads(json.dumps(rollout_to_json(rollout, with_tokens=True))))
-    assert whole == strip(rollout)
+    assert whole == without_pools(rollout)
     assert rollout_from_json(rollout_to_json(rollout)).tokens == []
     assert rollout.tokens == [3]
     text = view(rollout)
