@@ -1352,7 +1352,7 @@ def content_security_policy(page: bytes) -> str:
 class Handler(BaseHTTPRequestHandler):
     """Answer the requests of one connection as OpenAI's API does.
 
-    Subclasses must define `models` and `complete(body)`. Each message in the body is
+    Subclasses must define `models` and `complete()`, which reads `self.body`. Each message in it is
     {"role": role, "content": text}, where the role is "system", "user" or "assistant". `complete`
     must either raise Refusal or call `reply` once. If body["stream"] is true, `complete` may first
     call `send_event` and `send_comment` any number of times.
@@ -1450,7 +1450,7 @@ class Handler(BaseHTTPRequestHandler):
         now = time.time_ns()
         self.card = {"id": f"chatcmpl-{now}", "created": now // 10**9, "model": model}
         try:
-            self.complete(self.body)
+            self.complete()
         except (Refusal, ConnectionError, TimeoutError):
             raise
         except Exception as bug:
@@ -1583,9 +1583,10 @@ class SpecialistHandler(Handler):
 
     models = list(dict.fromkeys(itertools.chain(*LOCAL.values())))
 
-    def complete(self, body: dict):
-        text = specialist(body["model"], body["messages"])
-        n_in = sum(len(message["content"].split()) for message in body["messages"])
+    def complete(self):
+        messages = self.body["messages"]
+        text = specialist(self.body["model"], messages)
+        n_in = sum(len(message["content"].split()) for message in messages)
         n_out = len(text.split())
         usage = {
             "prompt_tokens": n_in,

@@ -1418,13 +1418,13 @@ class ConductorHandler(Handler):
             return read_run_file(service.run, run_file[1])
         return super().page(path)
 
-    def complete(self, body: dict):
+    def complete(self):
         """Answer the last user message of a chat, and log one line about the request."""
         started = time.monotonic()
         last = None
         outcome = "failed"
         try:
-            asked = self.question(body["messages"])
+            asked = self.question(self.body["messages"])
             if len(self.server.service.conducting.jobs) >= WAITING:
                 # Random seconds keep clients that are refused together from returning together. The
                 # openai client ignores a Retry-After of more than 60 s.
@@ -1441,7 +1441,7 @@ class ConductorHandler(Handler):
             outcome = "the client hung up"
             raise
         finally:
-            self.log(body["model"], outcome, last, time.monotonic() - started)
+            self.log(self.body["model"], outcome, last, time.monotonic() - started)
 
     def question(self, messages: list[dict]) -> Rollout:
         """Return a rollout of the last user message, with the other messages as its context.
@@ -1491,7 +1491,7 @@ class ConductorHandler(Handler):
                 yield from service.write(rollouts)
 
         def conduct_question():
-            extra_rounds = service.extra_rounds if self.card["model"] == self.models[1] else 0
+            extra_rounds = service.extra_rounds if self.body["model"] == self.models[1] else 0
             [last] = conduct(write, [asked], extra_rounds, service.max_steps, call=call)
             return last
 

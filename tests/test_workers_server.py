@@ -52,15 +52,17 @@ class Parrot(Handler):
 
     models = ["parrot"]
 
-    def complete(self, body):
-        text = body["messages"][-1]["content"]
+    def complete(self):
+        text = self.body["messages"][-1]["content"]
         if text == "bug":
             raise KeyError("a bug")
-        if body.get("stream"):
+        if self.body.get("stream"):
             self.send_comment("busy")
         if text == "fail":
             raise Refusal(502, "the workers are down")
-        self.reply(json.dumps(body["messages"]), "length", {"total_tokens": 3}, workflow=["who"])
+        self.reply(
+            json.dumps(self.body["messages"]), "length", {"total_tokens": 3}, workflow=["who"]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -370,7 +372,7 @@ def test_stop_cuts_the_answer(stop, text, stream):
     class Alphabet(Handler):
         models = ["parrot"]
 
-        def complete(self, body):
+        def complete(self):
             self.reply("abcabc", "length")
 
     with served(Alphabet) as url:
@@ -441,7 +443,7 @@ def test_a_client_that_hangs_up_is_seen():
     class Slow(Handler):
         models = ["slow"]
 
-        def complete(self, body):
+        def complete(self):
             if not self.hung_up():
                 waits.set()
             while not self.hung_up():
