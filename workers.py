@@ -203,7 +203,7 @@ class Worker:
             for attempt in itertools.count(1):
                 budget.reserve(max_cost)
                 sent = time.monotonic()
-                outcome = self.send_once(messages, headers, body)
+                outcome = self.send_once(turns, headers, body)
                 budget.settle(max_cost, outcome.cost)
                 now = time.monotonic()
                 if isinstance(outcome, Reply):

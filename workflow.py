@@ -686,12 +686,8 @@ def call_worker(rollout: Rollout, i: int) -> Reply:
     chat.append({"role": "user", "content": TASK + steps[i].subtask})
     chat[0]["content"] = f"{QUESTION}{rollout.question}\n\n{chat[0]['content']}"
 
-    # Some providers refuse a chat in which a turn, such as an empty reply, has no text.
-    turns = [
-        turn if turn["content"].strip() else turn | {"content": "(empty)"}
-        for turn in [*rollout.context, *chat]
-    ]
-    return rollout.pool[steps[i].worker].chat(turns, call_id=call_id(rollout, i))
+    worker = rollout.pool[steps[i].worker]
+    return worker.chat([*rollout.context, *chat], call_id=call_id(rollout, i))
 
 
 def call_id(rollout: Rollout, step: int | str) -> str:
@@ -1684,7 +1680,7 @@ class Settings:
     extra_rounds: int = flag(
         0,
         "maximum rounds after the first, in which the Conductor may revise the answer (§3.2); with "
-        "serve: only the model conductor-recursive has them, and 0 means 1",
+        "serve: those of the model conductor-recursive, which has at least 1",
     )
     temperature: float = flag(
         0.2, "the checkpoint's sampling temperature; 0: always take the most likely token"
@@ -1768,7 +1764,7 @@ def main(argv: list[str]):
         write = share_batches(write) if is_server else write
 
     if is_server:
-        rounds = settings.extra_rounds or 1
+        rounds = max(1, settings.extra_rounds)
         service = Service(write, pool, workers, prompting.max_steps, rounds, run=settings.run)
         serve(settings, service)
     else:

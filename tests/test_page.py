@@ -156,7 +156,7 @@ def test_a_second_round_stands_below_the_first(browser):
     with served(POOL, CHAIN, [(1, "Solve it again.", [])], []) as url:
         ask_recursively(browser, url)
         heads = browser.run("[...document.querySelectorAll('#rounds h2')].map(h => h.textContent)")
-    assert heads == ["Workflow", "Round 2"]
+    assert heads == ["Workflow", "Round 1"]
 
 
 def test_an_error_appears_in_the_box_of_the_step_that_failed(browser):

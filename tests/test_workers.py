@@ -470,6 +470,13 @@ def test_odd_numbers_of_a_functions_reply_are_a_failed_call(numbers, tmp_path):
     assert one.budget.running == 0
 
 
+def test_a_function_gets_no_blank_turn_either(tmp_path):
+    """It may forward the chat. Open WebUI sends a blank turn for an answer that failed."""
+    (tmp_path / "tools.py").write_text("def f(messages): return messages[2]['content']")
+    spec = pool_file(tmp_path, {"protocol": "python", "function": "tools.py:f"})
+    assert load_pool(spec)[0].chat(TALK).text == "(empty)"
+
+
 def test_a_function_cannot_change_the_callers_messages(tmp_path):
     """A function may change the messages that it gets, but the next attempt must not see that."""
     (tmp_path / "tools.py").write_text(

@@ -186,19 +186,6 @@ def test_a_worker_sees_the_question_the_steps_it_may_see_and_its_subtask():
     ]
 
 
-def test_no_turn_that_a_worker_gets_is_empty():
-    """Anthropic's API refuses empty turns, but Open WebUI sends one for an answer that failed."""
-    pool = [Player("a", lambda m: " \n")]
-    rollout = Rollout("Why?", pool, workflow=Workflow([Step(0, "", []), Step(0, "", [0])]))
-    for role in ("system", "user", "assistant"):
-        rollout.context.append({"role": role, "content": ""})
-    roll_out([rollout])
-    contents = [turn["content"] for turn in pool[0].asked[1]]
-    assert contents[:3] == ["(empty)"] * 3
-    assert contents[4] == "(empty)" and rollout.answer == " \n"
-    assert len(contents) == 6 and all(content.strip() for content in contents)
-
-
 def test_steps_that_do_not_see_one_another_run_at_the_same_time():
     together = threading.Barrier(3)  # opens only once three threads wait
 
