@@ -289,6 +289,8 @@ def check_problem(problem: Problem):
     message = f"grader has to be one of {known}; your own: --grader=mine.py:grade"
     require(problem.grader in GRADERS, message)
     require(problem.question.strip(), "question: it has 0 characters")
+    message = f"kind: {problem.kind!r} is the name of a table's column; choose another"
+    require(problem.kind not in COLUMNS, message)
 
     # Check the contents of "extra".
     missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in problem.extra]
@@ -653,10 +655,11 @@ def named_systems(names: str) -> dict[str, System]:
     for word in names.split(","):
         spec = word.strip()
         path, _, name = spec.rpartition(":")
-        system = load_name(spec) if path else SYSTEMS.get(name)
+        entry = load_name(spec) if path else SYSTEMS.get(name)
         known = f"only {', '.join(SYSTEMS)}, and FILE.py:NAME, an eval.System"
-        require(isinstance(system, System), f"--systems: there is no {spec}, {known}")
-        systems[name] = system
+        require(isinstance(entry, System), f"--systems: there is no {spec}, {known}")
+        require(name not in systems, f"--systems: two systems are named {name}")
+        systems[name] = entry
     return systems
 
 
@@ -703,7 +706,7 @@ def measure(rollouts: list[Rollout]) -> dict:
     }
     for kind in dict.fromkeys(rollout.problem.kind for rollout in rollouts):
         of_kind = [rollout.right for rollout in known if rollout.problem.kind == kind]
-        row.setdefault(kind, mean(of_kind))
+        row[kind] = mean(of_kind)
     return row
 
 
@@ -946,8 +949,8 @@ def stop_if_lost(rollouts: list[Rollout], pool: list):
     """Exit with status 1 if a call was refused for lack of budget, or if every rollout was lost."""
     if pool[0].budget and pool[0].budget.refused:
         raise SystemExit(
-            "the budget is spent, and what came after is not counted: with a larger --budget, the "
-            "same command goes on"
+            "the budget is spent, and what came after is not counted: to go on, run it again with "
+            "a larger --budget (train.py: and with --resume)"
         )
     errors = [rollout.error for rollout in rollouts]
     if errors and all(errors):

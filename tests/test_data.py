@@ -273,7 +273,7 @@ def test_prepare_asks_twice_and_keeps_what_can_teach(hub, tmp_path, monkeypatch,
     # The budget pays for a few calls. The next run makes only the remaining ones.
     settings = pool("adder", "lost")
     settings.budget = 0.0055
-    with pytest.raises(SystemExit, match="the budget is spent, .* the same command goes on"):
+    with pytest.raises(SystemExit, match="the budget is spent, .* larger --budget"):
         prepare(settings)
     paid = len((tmp_path / "calls").read_text().splitlines())
     assert 0 < paid < 24
@@ -465,6 +465,9 @@ FAULTS = {
     '["question"]': "expected a JSON object",
     "[" * 100_000: "expected a JSON object",
     "7": "expected a JSON object",
+    '{"question": "q", "answer": "a", "grader": "exact", "kind": "calls"}': (
+        "kind: 'calls' is the name of a table's column"
+    ),
 }
 CODE = '{"question": "q", "answer": "", "grader": "code", "extra": {"function": null, "tests": %s}}'
 for tests in ('"x"', "5", "[]", "[5]", '[["1"]]', '[["1", 2]]', '{"file": "a"}', "null"):

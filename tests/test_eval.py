@@ -470,6 +470,7 @@ def test_an_interrupt_says_whether_replies_are_kept(monkeypatch, words, said):
             "no file 'mine.py'; expected FILE.py:NAME",
         ),
         (["--pool=today", "--systems=workers"], "OPENAI_API_KEY"),
+        (["--systems=workers,random,workers"], "--systems: two systems are named workers"),
         (["--limit=0"], "--limit is from 1 on"),
         (["--seed=-1"], "--seed is from 0 on"),
         (["--systems=workers,best-of-n"], "best-of-n needs the rows of conductor"),
