@@ -280,7 +280,7 @@ def parse_problem(line: bytes, default_id: str) -> Problem:
 def check_problem(problem: Problem):
     """Raise ValueError if a field is invalid, or the gold answer would be judged wrong.
 
-    The gold answer is judged only if the grader calls no model (Grader.is_free).
+    The gold answer is judged only if Grader.must_accept_gold is True.
     """
     for key, kind in Problem.__annotations__.items():
         value = getattr(problem, key)
@@ -303,7 +303,7 @@ def check_problem(problem: Problem):
 
     # Make sure that the grader accepts the gold answer, either bare or in a tag. If it accepts
     # neither, it would probably reject every response.
-    if GRADERS[problem.grader].is_free:
+    if GRADERS[problem.grader].must_accept_gold:
         answer = problem.answer.strip()
         is_recognised = not all(failure(problem, x) for x in (answer, f"<answer>{answer}</answer>"))
         message = f"answer: nothing equals {answer!r}; give it bare, a choice's letter"
@@ -328,10 +328,10 @@ def shown(value) -> str:
 
 # ---- Systems -------------------------------------------------------------------------------------
 #
-# A system is a function system(problems, pools, name) -> rollouts. It lets the workers of pools[i]
-# answer problems[i], and returns one rollout for each problem, judged unless it is lost. `name`
-# seeds the system's random draws, and is the prefix of its call ids, by which a replay file
-# recognises calls.
+# A system is a function system(problems, pools, prefix) -> rollouts. It lets the workers of
+# pools[i] answer problems[i], and returns a list with one rollout for each problem, judged unless
+# it is lost. `prefix` seeds the system's random draws, and begins its call ids, by which a replay
+# file recognises calls.
 
 REFLECT = (
     "Check the last response for mistakes, correct them, and give the whole answer in its final "
@@ -342,14 +342,19 @@ AGGREGATE = (
 )
 
 
-def new_rollouts(problems: list[Problem], pools: list, name: str) -> list[Rollout]:
+def new_rollouts(problems: list[Problem], pools: list, prefix: str) -> list[Rollout]:
     pairs = zip(problems, pools, strict=True)
-    return [Rollout(p.question, pool, problem=p, call_prefix=f"{name}/{p.id}") for p, pool in pairs]
+    return [
+        Rollout(p.question, pool, problem=p, call_prefix=f"{prefix}/{p.id}") for p, pool in pairs
+    ]
 
 
-def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[Rollout]:
-    """Run the workflows already set in the rollouts, judge the answers, and return the rollouts."""
-    with progress(name, rollouts) as bar:
+def run_and_judge(rollouts: list[Rollout], what: str, call=call_worker) -> list[Rollout]:
+    """Run the workflows already set in the rollouts, judge the answers, and return the rollouts.
+
+    what: The text to show before the progress.
+    """
+    with progress(what, rollouts) as bar:
         return roll_out(
             rollouts, judge=grade_once(), call=call, on_end=lambda rollout: bar.update()
         )
@@ -358,11 +363,11 @@ def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[
 def planned(plan, call=call_worker):
     """Return a system that runs the workflow plan(rollout) for every problem."""
 
-    def system(problems, pools, name):
-        rollouts = new_rollouts(problems, pools, name)
+    def system(problems, pools, prefix):
+        rollouts = new_rollouts(problems, pools, prefix)
         for rollout in rollouts:
             rollout.workflow = plan(rollout)
-        return run_and_judge(rollouts, name, call)
+        return run_and_judge(rollouts, prefix, call)
 
     return system
 
@@ -381,7 +386,7 @@ def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
     return worker.chat(chat, call_id(rollout, i), **limits)
 
 
-def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[list[Rollout]]:
+def ask_each(problems, pools, prefix, workers: Sequence[int], call=ask_bare) -> list[list[Rollout]]:
     """Let each of `workers` answer every question. Return a list of rollouts for each problem.
 
     Args:
@@ -390,10 +395,10 @@ def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[l
             question.
     """
     groups = []
-    for rollout in new_rollouts(problems, pools, name):
+    for rollout in new_rollouts(problems, pools, prefix):
         workflows = [Workflow([Step(worker, rollout.question, [])]) for worker in workers]
         groups.append([replace(rollout, number=i, workflow=w) for i, w in enumerate(workflows)])
-    run_and_judge(list(itertools.chain(*groups)), name, call)
+    run_and_judge(list(itertools.chain(*groups)), prefix, call)
     return groups
 
 
@@ -430,8 +435,8 @@ def vote(workers: Sequence[int], likeness=None, call=ask_bare):
         call: call(rollout, i) makes the call of step i.
     """
 
-    def system(problems, pools, name):
-        groups = ask_each(problems, pools, name, workers, call)
+    def system(problems, pools, prefix):
+        groups = ask_each(problems, pools, prefix, workers, call)
         return [elect(problem, rollouts) for problem, rollouts in zip(problems, groups)]
 
     def elect(problem, rollouts):
@@ -517,11 +522,11 @@ def conductor(
         only: Comma-separated names of the workers the Conductor may use (§3.2); "" allows all.
     """
 
-    def system(problems, pools, name):
-        rollouts = new_rollouts(problems, pools, name)
+    def system(problems, pools, prefix):
+        rollouts = new_rollouts(problems, pools, prefix)
         for rollout in rollouts:
             rollout.workers = numbers_of(only, rollout.pool) or None
-        with progress(name, rollouts) as bar:
+        with progress(prefix, rollouts) as bar:
             return conduct(
                 write,
                 rollouts,
@@ -564,6 +569,8 @@ class Setup:
 
 
 class System(NamedTuple):
+    """An entry of SYSTEMS: how to make a system, what it needs, and how many calls it makes."""
+
     make: Callable  # make(setup) -> system
     # What the system needs: any of "checkpoint", "lessons" and "worker". With "worker", the system
     # uses a single worker. It is run with one worker after another, each in its own table row.
@@ -636,6 +643,7 @@ SYSTEMS = {
         3,
     ),
     "seat": System(as_conductor, ("worker",), 4),
+    # A vote with a single voter
     "workers": System(lambda setup: vote([setup.worker]), ("worker",)),
     "context": System(
         lambda setup: vote([setup.worker], call=partial(ask_bare, times=5)), ("worker",)
@@ -650,7 +658,7 @@ SYSTEMS = {
 
 
 def named_systems(names: str) -> dict[str, System]:
-    """Return {name: system} for --systems, which lists keys of SYSTEMS and systems FILE.py:NAME."""
+    """Return {name: entry} for --systems, which lists keys of SYSTEMS and entries FILE.py:NAME."""
     systems = {}
     for word in names.split(","):
         spec = word.strip()
@@ -854,14 +862,14 @@ def either_of_two(answers: np.ndarray) -> list[np.ndarray]:
     return [np.maximum(one, other) for one, other in itertools.combinations(answers, 2)]
 
 
-def compare_with_workers(rows: dict[str, dict], setup: Setup):
+def compare_with_workers(rows: dict[str, dict], played: dict[str, list[Rollout]], repeats: int):
     """Add comparisons with single workers to a benchmark's rows, if the system "workers" was run.
 
     The row of every system except the best worker also shows the system's `paired_difference` to
     that worker. New rows show the best worker in hindsight, `best_by_other_half` and, if there are
     several workers, the `headroom`.
     """
-    alone = workers_alone(setup.played)
+    alone = workers_alone(played)
     if not alone:
         return
     best = alone[best_worker(alone)]
@@ -869,12 +877,12 @@ def compare_with_workers(rows: dict[str, dict], setup: Setup):
     by_other_half = best_by_other_half(alone)
     rows["best single worker by other half"] = measure(by_other_half)
 
-    compared = setup.played | {"best single worker by other half": by_other_half}
+    compared = played | {"best single worker by other half": by_other_half}
     for label, rollouts in compared.items():
         if rollouts is not best:
             rows[label] |= paired_difference(rollouts, best)
     if len(alone) > 1:
-        rows |= headroom(right_answers(alone, setup.settings.repeats))
+        rows |= headroom(right_answers(alone, repeats))
 
 
 # The comparison
@@ -888,7 +896,7 @@ def compare_systems(settings: "Settings"):
     """
     # Load the systems and the pool.
     systems = named_systems(settings.systems)
-    needs = set(itertools.chain(*(system.needs for system in systems.values())))
+    needs = set(itertools.chain(*(entry.needs for entry in systems.values())))
     pool_name = settings.pool or "local"
     if "checkpoint" in needs:
         pool_name = choose_pool(settings.checkpoint, settings.pool)
@@ -909,8 +917,8 @@ def compare_systems(settings: "Settings"):
     # Print what the calls will probably cost, and demand a budget unless they are free.
     n_questions = sum(map(len, tests.values())) * settings.repeats * (1 + settings.extra_rounds)
     n_calls = 0.0
-    for system, _ in players.values():
-        n_calls += n_questions * (system.calls or len(pool)) + len(tests) * system.calls_to_learn
+    for entry, _ in players.values():
+        n_calls += n_questions * (entry.calls or len(pool)) + len(tests) * entry.calls_to_learn
     demand_budget(pool, settings.budget, round(n_calls), "this evaluation")
 
     # Run the systems, and print and save the results.
@@ -927,16 +935,21 @@ def compare_systems(settings: "Settings"):
             traces += [(about, rollout) for rollout in rollouts]
     stop_if_lost([rollout for _, rollout in traces], pool)
     if settings.out:
-        numbers_file, rollouts_file = files_of(settings.out)
-        unfinished = f"{rollouts_file}.tmp"
-        with open(unfinished, "w") as file:
-            for about, rollout in traces:
-                file.write(json.dumps(about | rollout_to_json(rollout)) + "\n")
-        os.replace(unfinished, rollouts_file)
-        write_json(numbers_file, numbers)
+        write_results(settings.out, numbers, traces)
 
 
-def files_of(out: str) -> list[str]:
+def write_results(out: str, numbers: dict[str, dict], traces: list[tuple[dict, Rollout]]):
+    """Write the two files of --out. Neither ever exists half-written."""
+    numbers_file, rollouts_file = output_files(out)
+    unfinished = f"{rollouts_file}.tmp"
+    with open(unfinished, "w") as file:
+        for about, rollout in traces:
+            file.write(json.dumps(about | rollout_to_json(rollout)) + "\n")
+    os.replace(unfinished, rollouts_file)
+    write_json(numbers_file, numbers)
+
+
+def output_files(out: str) -> list[str]:
     """Return the two files of --out.
 
     "ev", "ev.json" and "ev.jsonl" all give ["ev.json", "ev.jsonl"].
@@ -957,24 +970,24 @@ def stop_if_lost(rollouts: list[Rollout], pool: list):
         raise SystemExit(f"every answer was lost, the first by: {errors[0]}")
 
 
-def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
-    """Return the players, {row label: (system, pool number of its worker)}, in the order to run.
+def label_players(systems: dict, pool: list, workers: str) -> dict[str, tuple[System, int]]:
+    """Return the players, {row label: (entry, pool number of its worker)}, in the order to run.
 
-    The number is 0 if the system does not need a "worker".
+    The entries are those of named_systems. The number is 0 if the system does not need a "worker".
 
-    only: The comma-separated names of workers. A system that uses a single worker gets one entry
+    workers: The comma-separated names of workers. A system that uses a single worker gets one entry
         for each of them; "" means all workers.
     """
-    numbers = numbers_of(only, pool) or range(len(pool))
+    numbers = numbers_of(workers, pool) or range(len(pool))
     players = {}
     # Systems that need the rows of other systems run last.
-    for name, system in sorted(systems.items(), key=lambda item: bool(item[1].after)):
-        missing = ", ".join(other for other in system.after if other not in systems)
+    for name, entry in sorted(systems.items(), key=lambda item: bool(item[1].after)):
+        missing = ", ".join(other for other in entry.after if other not in systems)
         require(not missing, f"--systems: {name} needs the rows of {missing}, too")
-        if "worker" in system.needs:
-            players |= {f"{name} {pool[number].name}": (system, number) for number in numbers}
+        if "worker" in entry.needs:
+            players |= {f"{name} {pool[number].name}": (entry, number) for number in numbers}
         else:
-            players[name] = (system, 0)
+            players[name] = (entry, 0)
     return players
 
 
@@ -986,23 +999,27 @@ def play_all(
     The players' rollouts are added to `setup.played`.
     """
     rows = {}
-    for label, (system, worker) in players.items():
+    for label, (entry, number) in players.items():
         # Make the system, and count the calls that it needs to learn.
         calls_before = sum(worker.calls for worker in setup.pool)
-        answer = system.make(replace(setup, worker=worker))
+        system = entry.make(replace(setup, worker=number))
         calls_to_learn = sum(worker.calls for worker in setup.pool) - calls_before
 
         rollouts = []
         name = f"{benchmark_name}/{label}"
         for repeat in range(setup.settings.repeats):
-            rollouts += answer(problems, [setup.pool] * len(problems), f"{name}/{repeat}")
+            answered = system(problems, [setup.pool] * len(problems), f"{name}/{repeat}")
+            counts = f"{len(answered)} rollouts for {len(problems)} problems"
+            message = f"{name}: {counts}; a system has to return one for each"
+            require(len(answered) == len(problems), message)
+            rollouts += answered
         print_faults(name, rollouts)
 
         setup.played[label] = rollouts
         rows[label] = measure(rollouts)
         if calls_to_learn:
             rows[label]["calls to learn"] = calls_to_learn
-    compare_with_workers(rows, setup)
+    compare_with_workers(rows, setup.played, setup.settings.repeats)
     return rows
 
 
@@ -1028,7 +1045,7 @@ LEGEND = {  # label of a row or a column, or "?" -> what it means
     "no-access": "the Conductor's workflows; no step sees the response of another",
     "one-worker": "the Conductor's workflows; this worker does every step",
     "seat": "a prompted, untrained LLM conducts; its own calls are not in its row",
-    "context": "the worker may write five times as many tokens",
+    "context": "the worker's token limit, if it has one, is multiplied by five",
     "consensus": "a vote over five answers of the worker",
     "reflect": "the worker revises its answer four times",
     "random": "random workflows",
@@ -1049,8 +1066,10 @@ LEGEND = {  # label of a row or a column, or "?" -> what it means
     "questions, with its 95 % confidence interval (from, to)",
     "shows": "the smallest true difference that so many questions reveal in four cases of five",
     "lost": "answers that are missing because a call failed; no other column counts them",
-    "seconds": "the median of a question; calls, dollars and tokens are means of a question",
-    "?": "unknown: a worker has no price, or there is no spread to estimate from",
+    "seconds": "how long the workers take to answer, a median over all answers, without waits and "
+    "retries; calls, dollars and tokens are means",
+    "?": "unknown, for instance because a worker has no price, because all answers are lost, or "
+    "because there is no spread to estimate from",
 }
 
 
@@ -1519,6 +1538,7 @@ RULES = [
     (r"^⦃([^⦃⦄]+)⦄$", r"\1"),
 ]
 # fmt: on
+
 # Step 3: split the answer into parts
 
 
@@ -2025,7 +2045,9 @@ class Grader(NamedTuple):
     check: Callable  # check(problem, response) -> "" if right, else what is wrong, shown in traces
     # agree(problem, one, other) -> whether two responses give the same answer; used in votes
     agree: Callable = same_response
-    is_free: bool = False  # True: it calls no model, so check_problem tries it on gold answers
+    # True: check_problem refuses a problem whose gold answer the grader rejects. Not for functions
+    # that may call a model, nor for programs, which have no gold answer.
+    must_accept_gold: bool = False
 
 
 def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
@@ -2057,7 +2079,7 @@ def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple =
         answer = read_answer(problem, one)
         return answer != "" and same(answer, read_answer(problem, other))
 
-    return Grader(instruction, extra, check, agree, is_free=True)
+    return Grader(instruction, extra, check, agree, must_accept_gold=True)
 
 
 def own_grader(is_right: Callable) -> Grader:
@@ -2465,17 +2487,17 @@ def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Pro
 
     Prints the workers' results on all the problems, and their headroom (see `headroom`).
     """
-    setup = Setup(Settings(repeats=2), pool)
+    played = {}
     pools = [pool] * len(problems)
     for repeat in range(2):
         answered = ask_each(problems, pools, f"prepare {name}/{repeat}", range(len(pool)))
         for worker, rollouts in zip(pool, zip(*answered)):
-            setup.played.setdefault(f"workers {worker.name}", []).extend(rollouts)
-    stop_if_lost([*itertools.chain(*setup.played.values())], pool)
+            played.setdefault(f"workers {worker.name}", []).extend(rollouts)
+    stop_if_lost([*itertools.chain(*played.values())], pool)
 
-    rows = {label: measure(rollouts) for label, rollouts in setup.played.items()}
-    compare_with_workers(rows, setup)
-    teaches = can_teach(right_answers(workers_alone(setup.played), 2))
+    rows = {label: measure(rollouts) for label, rollouts in played.items()}
+    compare_with_workers(rows, played, 2)
+    teaches = can_teach(right_answers(played, 2))
     rows["share of problems that can teach"] = {"accuracy": float(teaches.mean())}
     print_with_legend(table(rows, f"{name}, {len(problems)} candidates, in %"))
     return list(itertools.compress(problems, teaches))
@@ -3016,7 +3038,7 @@ def check_flags(settings: Settings, words: list[str]):
         folder, name = os.path.split(settings.out)
         can_write = name and os.access(folder or ".", os.W_OK)
         require(can_write, f"--out={settings.out}: expected a name in a folder you can write to")
-        for file in files_of(settings.out):
+        for file in output_files(settings.out):
             message = f"{file} exists; choose another name, or move the file away"
             require(not os.path.exists(file), f"--out={settings.out}: {message}")
 

@@ -289,7 +289,7 @@ def learn_trinity(setup: Setup):
         order = np.nan_to_num(fitness).mean(1).argsort()
         # Do not normalize the head: as it grows, later steps change its direction less.
         head += steps[order[-POPULATION // 4 :]].mean(0)
-    return lambda problems, pools, name: take_turns(new_rollouts(problems, pools, name), [head])
+    return lambda problems, pools, prefix: take_turns(new_rollouts(problems, pools, prefix), [head])
 
 
 trinity = System(learn_trinity, ("lessons",), calls=3, calls_to_learn=40_000)

@@ -396,6 +396,21 @@ def test_own_workers_questions_and_grader_make_a_table(tmp_path, monkeypatch, ca
     assert len(traces) == 2 and json.loads(traces[0])["right"] is True
 
 
+@pytest.mark.parametrize("edit", ["[:2]", " * 2"])
+def test_a_system_returns_one_rollout_for_each_problem(tmp_path, monkeypatch, capsys, edit):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import eval\n"
+        "random = eval.planned(eval.plan_at_random)\n"
+        f"few = eval.System(lambda setup: lambda *args: random(*args){edit})\n"
+    )
+    with pytest.raises(SystemExit) as end:
+        evaluation.main(["--systems=mine.py:few", "--limit=3", "--out=ev"])
+    n = len("abc"[:2] if edit == "[:2]" else "abcabc")
+    assert end.value.code == 2 and not os.path.exists("ev.json")
+    assert f"laptop/few: {n} rollouts for 3 problems" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("out", ["ev", "ev.json", "ev.jsonl"])
 def test_the_two_files_of_out_differ_in_their_ending_alone(tmp_path, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
@@ -455,6 +470,7 @@ def test_an_interrupt_says_whether_replies_are_kept(monkeypatch, words, said):
     "words, why",
     [
         (["--systems=conducter"], "there is no conducter, only conductor, "),
+        (["--systems=workers,random,workers"], "--systems: two systems are named workers"),
         (["--systems=mine.py:system"], "no file 'mine.py'; expected FILE.py:NAME"),
         (
             ["--systems=workers", "--worker=nobody"],
@@ -470,7 +486,6 @@ def test_an_interrupt_says_whether_replies_are_kept(monkeypatch, words, said):
             "no file 'mine.py'; expected FILE.py:NAME",
         ),
         (["--pool=today", "--systems=workers"], "OPENAI_API_KEY"),
-        (["--systems=workers,random,workers"], "--systems: two systems are named workers"),
         (["--limit=0"], "--limit is from 1 on"),
         (["--seed=-1"], "--seed is from 0 on"),
         (["--systems=workers,best-of-n"], "best-of-n needs the rows of conductor"),
