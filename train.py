@@ -617,8 +617,7 @@ def my_part(items: list) -> list:
 
 def gather_rollouts(asked: Groups, mine: list[Rollout]) -> Groups:
     """Return the rollouts of all ranks, on every rank, grouped and ordered like `asked`."""
-    # `without_pools` removes pools, which cannot be sent to other ranks, and problems, which need not be
-    # sent. Every rank takes both from `asked`.
+    # Pools cannot be sent to other ranks, and problems need not be. Every rank has both in `asked`.
     done = {(r.call_prefix, r.number): r for r in all_gather([without_pools(r) for r in mine])}
     groups = [[done[r.call_prefix, r.number] for r in group] for group in asked]
     for r, question in zip(itertools.chain(*groups), itertools.chain(*asked)):
