@@ -114,7 +114,7 @@ def generate_each(
             f"{model.config.max_position_embeddings} (max_position_embeddings)"
         )
     numbers = numbers or [range(n)] * len(prompts)
-    seeds = torch.tensor(row_seeds(prompts, numbers, seed))  # (len(prompts), n)
+    seeds = torch.tensor(rollout_seeds(prompts, numbers, seed))  # (len(prompts), n)
     draw_from = partial(draw, temperature=temperature, n_ids=n_ids)
 
     # No variable refers to a grid, so its large cache is freed before the next grid is made.
@@ -139,15 +139,16 @@ def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, i
         limit = torch.cuda.get_device_properties(device).total_memory // 5
 
     channels = model.config.num_key_value_heads * model.config.head_dim
-    token = 2 * len(model.model.layers) * channels * cache_dtype(model).itemsize  # bytes per token
+    # The bytes that a token, a prompt and a cell take. A cell also has fp32 logits, and on a GPU,
+    # `draw` makes up to three more tensors of their size.
+    token = 2 * len(model.model.layers) * channels * cache_dtype(model).itemsize
     prompt = token * padded(longest, device)
-    # A row also has fp32 logits. On a GPU, `draw` makes up to three more tensors of their size.
-    row = token * padded(max_new_tokens, device) + 16 * model.config.vocab_size
+    cell = token * padded(max_new_tokens, device) + 16 * model.config.vocab_size
 
-    rows_that_fit = max(1, (limit - prompt) // row)
-    n_grids = math.ceil(n / rows_that_fit)
+    cells_that_fit = max(1, (limit - prompt) // cell)
+    n_grids = math.ceil(n / cells_that_fit)
     R = math.ceil(n / n_grids)  # split n evenly over the grids
-    Q = max(1, limit // (prompt + R * row))
+    Q = max(1, limit // (prompt + R * cell))
     return Q, R
 
 
@@ -237,7 +238,8 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     D_PADDED = max(16, triton.next_power_of_2(D))
     tile = 8192 if q.element_size() == 2 else 2048  # elements per tile
 
-    # Each part is (number of rows in its cache, cache, filled places in each row, IS_FIRST).
+    # Each part is (number of rows in its cache, cache, filled places in each row, IS_FIRST). A row
+    # of a cache belongs to one prompt or to one cell.
     parts = ((Q, prompt_kv, prompt_length, True), (N, own_kv, t.expand(N), False))
     for B, kv, length, is_first in parts:
         n_queries = N // B * G  # queries that share keys and values
@@ -245,7 +247,7 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
         blocks = (B * Hkv, triton.cdiv(n_queries, QUERIES))
         attend_to_part[blocks](
             *(q, kv[0], kv[1], length, y, prompt_y, prompt_lse),
-            n_rows=N // B,
+            cells_per_row=N // B,
             length_step=length.stride(0),
             kv_row=kv.stride(1),
             kv_head=kv.stride(2),
@@ -272,7 +274,7 @@ if triton:
         y,  # (N, Hkv, G, D), the result of both parts, which the second stores
         prompt_y,  # (N, Hkv, G, D), the result of the first part, in fp32
         prompt_lse,  # (N, Hkv, G), the log of the sum of exp(score) in the first part
-        n_rows,  # N / B, the number of cells that share row b of k and v
+        cells_per_row,  # N / B, the number of cells that share row b of k and v
         length_step,  # 1, or 0 if one length holds for all rows
         kv_row,
         kv_head,
@@ -294,10 +296,10 @@ if triton:
         b = tl.program_id(0) // Hkv
         h = tl.program_id(0) % Hkv
         query = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
-        is_query = query < n_rows * G
+        is_query = query < cells_per_row * G
         # `place` holds the flat index of each query over (N, Hkv, G), and `tile` holds the offsets
         # of each query's D channels in (N, Hkv, G, D).
-        place = ((b * n_rows + query // G) * Hkv + h) * G + query % G
+        place = ((b * cells_per_row + query // G) * Hkv + h) * G + query % G
         d = tl.arange(0, D_PADDED)
         is_channel = d < D
         tile = place[:, None] * D + d[None, :]
@@ -407,13 +409,18 @@ class Grid:
         """
         self.prefill()
         max_new_tokens = self.tokens.shape[1]
+        bucket = BUCKET[self.device.type]
         for count in range(1, max_new_tokens + 1):  # tokens that each cell has drawn
             if count % CHECK == 0 or count == max_new_tokens:
                 yield from self.harvest(count)
             if not self.running:
                 return
-            if count % BUCKET[self.device.type] == 0:
-                compact(self)
+            if count % bucket == 0:
+                self.compact()
+                # Let the next steps attend to up to `bucket` more places of each cell. With `steps`
+                # at 0, `step` captures a new CUDA graph for the new shapes.
+                self.T = min(self.T + bucket, self.own_kv[0].shape[3])
+                self.steps = 0
             self.step()
 
     def prefill(self):
@@ -425,15 +432,15 @@ class Grid:
         parts = []
         at_once = max(1, PREFILL_TOKENS // self.P)
         for start in range(0, self.Q, at_once):
-            rows = slice(start, start + at_once)
-            prompts = self.prompts[rows]
+            batch = slice(start, start + at_once)
+            prompts = self.prompts[batch]
             width = padded(max(map(len, prompts)), self.device)
             # The padding goes on the right, where causal attention never looks.
             ids = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
-            last = self.prompt_length[rows, None, None] - 1  # (q, 1, 1)
+            last = self.prompt_length[batch, None, None] - 1  # (q, 1, 1)
 
             def attend(layer_idx, q, k, v):
-                self.prompt_kv[layer_idx][:, rows, :, :width] = torch.stack((k, v))
+                self.prompt_kv[layer_idx][:, batch, :, :width] = torch.stack((k, v))
                 return causal(layer_idx, q, k, v)
 
             def head(hidden):  # (q, width, C) -> (q, V), for each prompt's last token
@@ -514,6 +521,35 @@ class Grid:
             q, r = divmod(i, self.shape[1])
             yield q, r, Completion(its_tokens[:length], its_logprobs[:length], finished)
 
+    def compact(self):
+        """Drop finished cells.
+
+        Prompts whose rollouts have all finished are dropped. All others are cut to R' cells each,
+        where R' is the largest number of running rollouts of any prompt, so some finished rollouts
+        may keep their cells.
+        """
+        # Choose the Q' prompts to keep and, for each of them, R' cells, running ones first.
+        is_running = (self.lengths[self.rollouts] == 0).view(self.Q, self.R)
+        prompts = is_running.any(1).nonzero()[:, 0]  # (Q')
+        R = int(is_running.sum(1).max())
+        order = is_running[prompts].int().sort(dim=1, descending=True, stable=True).indices
+        cells = (prompts[:, None] * self.R + order[:, :R]).flatten()  # (Q'*R')
+        if len(cells) == len(self.rollouts):
+            return
+
+        # Move the chosen prompts and cells to the front, and cut off the rest.
+        self.rollouts = self.rollouts[cells]
+        self.seeds = self.seeds[cells]
+        self.newest = self.newest[cells]
+        self.prompt_length = self.prompt_length[prompts]
+        for i, (prompt_kv, own_kv) in enumerate(zip(self.prompt_kv, self.own_kv)):
+            prompt_kv[:, : len(prompts)] = prompt_kv[:, prompts]
+            own_kv[:, : len(cells), :, : self.T] = own_kv[:, cells, :, : self.T]
+            self.prompt_kv[i] = prompt_kv[:, : len(prompts)]
+            self.own_kv[i] = own_kv[:, : len(cells)]
+        self.Q = len(prompts)
+        self.R = R
+
 
 def cache(model, rows: int, length: int) -> list:
     """Return an empty cache: for each layer, a tensor (2, rows, Hkv, length, D) of keys and values.
@@ -529,38 +565,6 @@ def cache(model, rows: int, length: int) -> list:
 def cache_dtype(model) -> torch.dtype:
     """Return the weights' dtype, or fp32 on a CPU, where attention computes in fp32."""
     return torch.float32 if model.device.type == "cpu" else model.lm_head.weight.dtype
-
-
-def compact(grid: Grid):
-    """Drop finished cells, and let the next steps attend to up to BUCKET more places of each cell.
-
-    Prompts whose rollouts have all finished are dropped. All others are cut to R' cells each, where
-    R' is the largest number of running rollouts of any prompt, so some finished rollouts may keep
-    their cells. Setting `steps` to 0 makes `step` capture a new CUDA graph for the new shapes.
-    """
-    # Choose the Q' prompts to keep and, for each of them, R' cells, running ones first.
-    is_running = (grid.lengths[grid.rollouts] == 0).view(grid.Q, grid.R)
-    prompts = is_running.any(1).nonzero()[:, 0]  # (Q')
-    R = int(is_running.sum(1).max())
-    order = is_running[prompts].int().sort(dim=1, descending=True, stable=True).indices
-    cells = (prompts[:, None] * grid.R + order[:, :R]).flatten()  # (Q'*R')
-
-    # Move the chosen prompts and cells to the front, and cut off the rest.
-    if len(cells) < len(grid.rollouts):
-        grid.rollouts = grid.rollouts[cells]
-        grid.seeds = grid.seeds[cells]
-        grid.newest = grid.newest[cells]
-        grid.prompt_length = grid.prompt_length[prompts]
-        for i, (prompt_kv, own_kv) in enumerate(zip(grid.prompt_kv, grid.own_kv)):
-            prompt_kv[:, : len(prompts)] = prompt_kv[:, prompts]
-            own_kv[:, : len(cells), :, : grid.T] = own_kv[:, cells, :, : grid.T]
-            grid.prompt_kv[i] = prompt_kv[:, : len(prompts)]
-            grid.own_kv[i] = own_kv[:, : len(cells)]
-        grid.Q = len(prompts)
-        grid.R = R
-
-    grid.T = min(grid.T + BUCKET[grid.device.type], grid.own_kv[0].shape[3])
-    grid.steps = 0
 
 
 # ---- Draws ---------------------------------------------------------------------------------------
@@ -635,7 +639,7 @@ def uniform(seeds, step):
     return (z >> 41 & (1 << 23) - 1).float() / (1 << 23)
 
 
-def row_seeds(prompts, numbers, seed: int) -> list[list[int]]:
+def rollout_seeds(prompts, numbers, seed: int) -> list[list[int]]:
     """Return a 64-bit seed for each rollout of each prompt, as [prompt][rollout].
 
     A rollout's seed is a hash of the argument `seed`, the prompt, how many times the prompt occurs
@@ -643,16 +647,16 @@ def row_seeds(prompts, numbers, seed: int) -> list[list[int]]:
     """
     seeds = []
     occurrences = Counter()
-    for prompt, row_numbers in zip(map(tuple, prompts), numbers):
+    for prompt, its_numbers in zip(map(tuple, prompts), numbers):
         repeats = occurrences[prompt]
         occurrences[prompt] += 1
         identity = (seed, prompt, repeats) if repeats else (seed, prompt)
         key = hashlib.blake2b(repr(identity).encode()).digest()
-        row = []
-        for number in row_numbers:
+        its_seeds = []
+        for number in its_numbers:
             digest = hashlib.blake2b(b"%d" % number, key=key, digest_size=8).digest()
-            row.append(int.from_bytes(digest, "big", signed=True))
-        seeds.append(row)
+            its_seeds.append(int.from_bytes(digest, "big", signed=True))
+        seeds.append(its_seeds)
     return seeds
 
 

@@ -63,7 +63,7 @@ def test_attention_runs_in_flash(length):
 def test_the_sampler_is_the_policy_of_a_full_forward(wide):
     """The sampler's log-probabilities differ little from those of full forward passes.
 
-    The sampler computes in bf16 with CUDA graphs, and twice drops finished rollouts (`compact`).
+    The sampler computes in bf16 with CUDA graphs, and twice drops finished rollouts (Grid.compact).
     """
     prompts = [torch.randint(150_000, (length,)).tolist() for length in (1051, 300)]
     out = generate(wide, prompts, 16, 300, eos_id=list(range(400)), n_ids=151_000)
@@ -92,7 +92,7 @@ def test_the_kernels_of_a_step_attend_as_the_plain_function_does(channels, dtype
         q = torch.randn(Q * R, H, 1, channels, device="cuda").to(dtype)
         prompt_kv = torch.randn(2, Q, Hkv, 256, channels, device="cuda").to(dtype)
         own_kv = torch.randn(2, Q * R + 3, Hkv, 192, channels, device="cuda").to(dtype)
-        own_kv = own_kv[:, : Q * R, :, :160]  # not contiguous, as after sample.compact
+        own_kv = own_kv[:, : Q * R, :, :160]  # not contiguous, as after Grid.compact
         own_kv[:, :, :, own:] = torch.nan
         t = torch.tensor([own], device="cuda")
         y = sample.attend_in_kernels(q, prompt_kv, lengths, own_kv, t)

@@ -228,7 +228,7 @@ def test_numbered_rollouts_are_those_of_one_call(ranks):
         close(parts[1], [whole[1][number] for number in others])
 
 
-# ---- Ends, and the rows of a batch --------------------------------------------------------------
+# ---- Ends, and the cells of a grid --------------------------------------------------------------
 @pytest.mark.parametrize("eos", [3, [3, 4, 11]], ids=str)
 def test_a_rollout_ends_with_its_end_token(eos):
     """A finished rollout has one end token, its last.
@@ -268,17 +268,17 @@ def test_each_rollout_is_yielded_once_soon_after_its_end():
     assert all(forwards) and sorted(seen) == [(i, j) for i in range(4) for j in range(8)] != seen
 
 
-def test_one_prefill_per_prompt_and_finished_rows_leave():
-    """One forward pass computes all prompts; each further pass adds one token per row.
+def test_one_prefill_per_prompt_and_finished_cells_leave():
+    """One forward pass computes all prompts; each further pass adds one token per cell.
 
-    The number of rows falls as rollouts end, and the passes stop soon after all have ended.
+    The number of cells falls as rollouts end, and the passes stop soon after all have ended.
     """
     out, shapes = widths(MODEL, PROMPTS, 16, 500, eos_id=[3, 4, 11], seed=2)
     assert shapes[:2] == [(4, 70), (64, 1)] and {length for _, length in shapes[1:]} == {1}
-    rows = [count for count, _ in shapes[1:]]
-    assert rows == sorted(rows, reverse=True) and rows[-1] <= 16
+    cells = [count for count, _ in shapes[1:]]
+    assert cells == sorted(cells, reverse=True) and cells[-1] <= 16
     longest = max(len(c.tokens) for rollouts in out for c in rollouts)
-    assert longest < 500 and longest - 1 <= len(rows) < longest + sample.CHECK
+    assert longest < 500 and longest - 1 <= len(cells) < longest + sample.CHECK
 
 
 def test_many_prompts_are_computed_in_pieces():
@@ -293,10 +293,10 @@ def test_many_prompts_are_computed_in_pieces():
         close(out[i], generate(MODEL, prompts[i : i + 1], 2, 12)[0])
 
 
-def test_the_bytes_of_keys_and_values_cap_the_rows_of_a_grid():
-    """200 rows of 100,000 tokens exceed the limit, so they form several grids, one at a time.
+def test_the_bytes_of_keys_and_values_cap_the_cells_of_a_grid():
+    """200 cells of 100,000 tokens exceed the limit, so they form several grids, one at a time.
 
-    The rollouts equal those of a run whose rows fit.
+    The rollouts equal those of a run whose cells fit.
     """
     settings = dict(eos_id=[3, 4, 5, 6, 7, 8, 9], seed=1)
     few = generate(MODEL, PROMPTS[2:], 100, 200, **settings)
@@ -309,14 +309,14 @@ def test_the_bytes_of_keys_and_values_cap_the_rows_of_a_grid():
     with MODEL.register_forward_pre_hook(count):
         many, shapes = widths(MODEL, PROMPTS[2:], 100, 100_000, **settings)
     count(MODEL, [torch.zeros(1, 2)])
-    assert grids == [1] * (len(grids) - 1) + [0] and max(rows for rows, _ in shapes) < 100
+    assert grids == [1] * (len(grids) - 1) + [0] and max(cells for cells, _ in shapes) < 100
     for mine, theirs in zip(many, few):
         close(mine, theirs)
 
 
 # ---- Attention ----------------------------------------------------------------------------------
-# (prompts, rows per prompt, query heads, key-value heads, channels per head, the prompts' lengths,
-# own tokens in each row)
+# (prompts, cells per prompt, query heads, key-value heads, channels per head, the prompts' lengths,
+# own tokens in each cell)
 ATTENTION = [
     (2, 3, 4, 2, 16, [5, 40], 9),
     (1, 1, 2, 2, 8, [7], 1),  # fewer channels than a kernel's tile, one own token
@@ -330,7 +330,7 @@ ATTENTION = [
 @pytest.mark.parametrize("function", ["attend_plainly", "attend_in_kernels"])
 @pytest.mark.parametrize("shape", ATTENTION, ids=str)
 def test_attention_to_a_shared_prompt(shape, function, dtype):
-    """Each row attends to its prompt and its own tokens, but to nothing stored after them."""
+    """Each cell attends to its prompt and its own tokens, but to nothing stored after them."""
     if function == "attend_in_kernels" and not sample.triton:
         pytest.skip("needs Triton")
     Q, R, H, Hkv, D, lengths, t = shape
@@ -342,15 +342,15 @@ def test_attention_to_a_shared_prompt(shape, function, dtype):
     )
 
     expected = torch.empty(q.shape)
-    for row in range(Q * R):
-        length = lengths[row // R]
+    for cell in range(Q * R):
+        length = lengths[cell // R]
         for head in range(H):
-            prompt = prompt_kv[:, row // R, head * Hkv // H, :length]
-            k, v = torch.cat((prompt, own_kv[:, row, head * Hkv // H, :t]), 1).float()
-            weights = (k @ q[row, head, 0].float() / math.sqrt(D)).softmax(0)
-            expected[row, head, 0] = weights @ v
+            prompt = prompt_kv[:, cell // R, head * Hkv // H, :length]
+            k, v = torch.cat((prompt, own_kv[:, cell, head * Hkv // H, :t]), 1).float()
+            weights = (k @ q[cell, head, 0].float() / math.sqrt(D)).softmax(0)
+            expected[cell, head, 0] = weights @ v
 
-    cached = torch.cat((own_kv, own_kv), 1)[:, : Q * R]  # strided, as after `compact`
+    cached = torch.cat((own_kv, own_kv), 1)[:, : Q * R]  # strided, as after Grid.compact
     attend = getattr(sample, function)
     y = attend(q, prompt_kv, torch.tensor(lengths), cached, torch.tensor([t]))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
@@ -500,14 +500,14 @@ def test_the_seeds_of_thousands_of_prompts_take_no_time():
         __hash__ = int.__hash__
 
     prompts = [[Token(1)] * 20 + [i] for i in range(300)]
-    seeds = sample.row_seeds(prompts, [[0]] * 300, 0)
-    assert len({row[0] for row in seeds}) == 300 and Token.compared < 300 * 20
-    [[first], [second]] = sample.row_seeds([[1, 2], [1, 2]], [[0]] * 2, 0)
+    seeds = sample.rollout_seeds(prompts, [[0]] * 300, 0)
+    assert len({first for [first] in seeds}) == 300 and Token.compared < 300 * 20
+    [[first], [second]] = sample.rollout_seeds([[1, 2], [1, 2]], [[0]] * 2, 0)
     assert first != second
 
 
-def test_a_large_vocabulary_limits_the_rows_of_a_grid():
-    """The logits of 20,000 rows and what is computed from them would take 48 GB."""
+def test_a_large_vocabulary_limits_the_cells_of_a_grid():
+    """The logits of 20,000 cells and what is computed from them would take 48 GB."""
     model = tiny(vocab=150_000)
     Q, R = sample.grid_shape(model, 10, 4, 20_000)
     assert Q == 1 and 500 < R < 1000
