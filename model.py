@@ -620,8 +620,26 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def compute_dtype(device) -> torch.dtype:
-    """Return the dtype to compute in: bf16 if a GPU or an x86 CPU has units for it, else fp32."""
+    """Return bf16 if the device, a GPU or an x86 CPU, has units for it, else fp32."""
     if torch.device(device).type == "cuda":
+# A model with fewer parameters than this computes in fp32.
+TINY = 10_000_000
+
+
+def dtype_for(config: Config, device) -> torch.dtype:
+    """Return the dtype that a model computes in, in training as well as in sampling."""
+    return torch.float32 if count_parameters(config) < TINY else compute_dtype(device)
+
+
+def count_parameters(config: Config, lora_rank: int = 0) -> int:
+    """Return the number of trained weights: the whole model's or, with lora_rank, only LoRA's."""
+    with torch.device("meta"):  # allocates nothing
+        model = Qwen(config)
+        if lora_rank:
+            add_lora(model, lora_rank)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
         has_units = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()

@@ -32,7 +32,7 @@ try:  # comes with torch's CUDA builds
 except ImportError:
     triton = None
 
-from model import Qwen, Tokenizer, causal, check_ids, compute_dtype, configure, flag
+from model import Config, Qwen, Tokenizer, causal, check_ids, configure, dtype_for, flag
 
 CHECK = 8  # steps between checks for finished rollouts
 BUCKET = {"cuda": 128, "cpu": 32}  # steps between calls of `compact`; a multiple of CHECK
@@ -660,6 +660,22 @@ def rollout_seeds(prompts, numbers, seed: int) -> list[list[int]]:
     return seeds
 
 
+def load_sampler(path: str) -> tuple[Qwen, Tokenizer]:
+    """Load a checkpoint for sampling; return its model and its tokenizer.
+
+    `path` is a folder, or a repository on the Hugging Face hub. The model is on the GPU if there is
+    one. Raises OSError or ValueError if the checkpoint cannot be loaded.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = Config.from_pretrained(path)
+    tokenizer = Tokenizer.from_pretrained(path)
+    check_ids(tokenizer, config)
+    model = Qwen.from_pretrained(path, dtype_for(config, device), device)
+    if device == "cuda":
+        model.join()
+    return model, tokenizer
+
+
 # ---- The command line ----------------------------------------------------------------------------
 @dataclass
 class Settings:
@@ -677,13 +693,8 @@ if __name__ == "__main__":
         raise SystemExit(
             'usage: python sample.py --checkpoint=FOLDER "a prompt"   (--help: all settings)'
         )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        tokenizer = Tokenizer.from_pretrained(settings.checkpoint)
-        model = Qwen.from_pretrained(settings.checkpoint, compute_dtype(device), device)
-        check_ids(tokenizer, model.config)
-        if device == "cuda":
-            model.join()
+        model, tokenizer = load_sampler(settings.checkpoint)
         prompt = tokenizer.chat([{"role": "user", "content": " ".join(words)}])
         # The prompt and an answer together must fit into the model's context.
         room = max(1, model.config.max_position_embeddings - len(prompt))

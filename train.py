@@ -79,13 +79,15 @@ from grpo import (
     update,
 )
 from model import (
+    TINY,
     Config,
     Qwen,
     Tokenizer,
     add_lora,
     check_ids,
-    compute_dtype,
     configure,
+    count_parameters,
+    dtype_for,
     fetch,
     flag,
     read_json,
@@ -760,9 +762,6 @@ def my_share(rollouts: list[Rollout]) -> list[Rollout]:
 
 # ---- The tiny Conductor, and the warm start that teaches the format -----------------------------
 
-# A model with fewer parameters than this computes in fp32. Unless --device says otherwise, it is
-# trained on a CPU if it is new or in a local folder.
-TINY = 10_000_000
 # A model with fewer parameters than this is gathered by FSDP all at once instead of layer by layer.
 SMALL = 300_000_000
 TINY_CONFIG = Config(
@@ -1584,20 +1583,6 @@ def read_shape(start: str) -> Config:
     config = Config.from_pretrained(start)
     check_ids(Tokenizer.from_pretrained(start), config)
     return config
-
-
-def count_parameters(config: Config, lora_rank: int = 0) -> int:
-    """Return the number of trained weights: the whole model's or, with lora_rank, only LoRA's."""
-    with torch.device("meta"):  # allocates nothing
-        model = Qwen(config)
-        if lora_rank:
-            add_lora(model, lora_rank)
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def dtype_for(config: Config, device) -> torch.dtype:
-    """Return the dtype that a model computes in. The weights that are trained are kept in fp32."""
-    return torch.float32 if count_parameters(config) < TINY else compute_dtype(device)
 
 
 def shard(model: Qwen, settings: Settings) -> Qwen:

@@ -31,11 +31,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 
-import torch
-
-from model import Qwen, Tokenizer, check_ids, compute_dtype, configure, fetch, flag
+from model import Qwen, Tokenizer, configure, fetch, flag
 from model import read_json, write_json
-from sample import generate_each
+from sample import generate_each, load_sampler
 from workers import (
     LIMITS,
     LOCAL,
@@ -1282,15 +1280,9 @@ def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
     """Load a checkpoint and return its model, its tokenizer and its Prompting.
 
-    The model is on the GPU if there is one, otherwise on the CPU in fp32.
+    The model is on the GPU if there is one, otherwise on the CPU.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = compute_dtype(device) if device == "cuda" else torch.float32
-    tokenizer = Tokenizer.from_pretrained(path)
-    model = Qwen.from_pretrained(path, dtype, device)
-    check_ids(tokenizer, model.config)
-    if device == "cuda":
-        model.join()
+    model, tokenizer = load_sampler(path)
     return model, tokenizer, read_prompting(path)[0]
 
 

@@ -513,6 +513,16 @@ def test_a_large_vocabulary_limits_the_cells_of_a_grid():
     assert Q == 1 and 500 < R < 1000
 
 
+@pytest.mark.parametrize("largest_tiny, dtype", [(10**7, torch.float32), (10, torch.bfloat16)])
+def test_a_loaded_sampler_computes_as_training_does(largest_tiny, dtype, folder, monkeypatch):
+    """If the hardware has units for bf16, only tiny models compute in fp32."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(model_file, "compute_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(model_file, "TINY", largest_tiny)
+    model, tokenizer = sample.load_sampler(folder)
+    assert model.lm_head.weight.dtype == dtype and len(tokenizer) <= model.config.vocab_size
+
+
 # ---- The program --------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

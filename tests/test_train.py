@@ -737,7 +737,7 @@ def two_gpus(monkeypatch):
     """Make train.py calculate as if it ran on two GPUs of 80 GB."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("train.device_bytes", lambda device: 79.2 * 2**30)
-    monkeypatch.setattr("train.compute_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr("model.compute_dtype", lambda device: torch.bfloat16)
 
 
 @pytest.mark.parametrize(
