@@ -13,7 +13,7 @@
 6. Average (Eq. 1, `update`) over the M completions of a minibatch and each completion's tokens:
    J = 1/M · Σ_i 1/|o_i| · Σ_t (S_it - β_i · KL_it),
    where KL_it = Σ_v π_ref(v) · log(π_ref(v) / π(v)) over all token ids v that could be sampled.
-   The paper has no KL term (β = 0). Here β_i = β · (share of wrong answers in i's group).
+   The paper has no KL term (β = 0). Here β_i = β · (share of wrong completions in i's group).
 7. Step (`clipped_step`). Clip the gradient of J to a norm of at most 1, then take one Adam step.
 
 Read eval.py next."""
@@ -163,7 +163,7 @@ def packed_logprobs(
 
     def head(hidden):  # (1, T, C) -> (2, N)
         hidden = predicting(hidden)
-        return of_targets(model, hidden, targets, temperature, n_ids, reference, ref_hidden)
+        return score_targets(model, hidden, targets, temperature, n_ids, reference, ref_hidden)
 
     return model(ids[None], positions[None], attend, head)
 
@@ -200,7 +200,6 @@ def update(
     temperature=1.0,
     n_ids=None,
     token_budget=16384,
-    max_grad_norm=1.0,
 ) -> dict:
     """Take one optimizer step on Eq. 1 with the rollouts of all ranks.
 
@@ -216,7 +215,6 @@ def update(
         temperature, n_ids: The settings with which the rollouts were sampled.
         token_budget: The maximum number of tokens in a micro-batch, not counting its first prompt.
             A completion that exceeds the budget gets a micro-batch to itself.
-        max_grad_norm: A gradient with a larger norm is scaled down to this norm.
 
     Returns:
         {name: number}: the mean of each of STATISTICS over the tokens of all ranks' rollouts whose
@@ -239,7 +237,7 @@ def update(
     # The sum of each statistic over tokens, then the number of tokens.
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     for batch in batches:
-        old, advantage, kl_weight, scale = token_columns(batch, beta, n_rollouts, device)
+        old, advantage, kl_weight, scale = token_table(batch, beta, n_rollouts, device)
         new, kl = packed_logprobs(
             model, by_prompt(batch), temperature, n_ids, reference if beta else None
         )
@@ -252,34 +250,38 @@ def update(
         (-objective * world).backward()
         sums += statistics(new, old, kl, clip)
 
-    norm = clipped_step(model, optimizer, max_grad_norm)
+    norm = clipped_step(model, optimizer)
     *totals, tokens = all_reduce(sums.tolist(), device)
     means = {name: total / tokens if tokens else None for name, total in zip(STATISTICS, totals)}
     return means | {"grad_norm": norm, "skipped": int(not math.isfinite(norm))}
 
 
-def token_columns(batch: list[Rollout], beta: float, n_rollouts: float, device):
+def token_table(batch: list[Rollout], beta: float, n_rollouts: float, device):
     """Return a tensor (4, N) of what Eq. 1 needs for each token, apart from log π and the KL.
 
     The four rows are log π_old, the advantage, the weight of the KL, and the weight of the token in
-    the mean over rollouts and their tokens. `n_rollouts` counts the rollouts of all ranks.
+    the mean over rollouts and their tokens. `n_rollouts`, a float because it comes from all_reduce,
+    counts the rollouts of all ranks.
     """
-    rows = []
+    tokens = []
     for rollout in batch:
         kl_weight = beta * rollout.wrong_share
         scale = 1 / (n_rollouts * len(rollout.tokens))
         for logprob in rollout.logprobs:
-            rows.append((logprob, rollout.advantage, kl_weight, scale))
-    return torch.tensor(rows, device=device).view(-1, 4).T
+            tokens.append((logprob, rollout.advantage, kl_weight, scale))
+    return torch.tensor(tokens, device=device).view(-1, 4).T
 
 
-def clipped_step(model, optimizer, max_grad_norm: float) -> float:
-    """Clip the gradient to max_grad_norm, take an optimizer step, and clear the gradient.
+MAX_GRAD_NORM = 1.0  # A gradient with a larger norm is scaled down to this norm.
+
+
+def clipped_step(model, optimizer) -> float:
+    """Clip the gradient to MAX_GRAD_NORM, take an optimizer step, and clear the gradient.
 
     Returns the norm before clipping, which is the same on all ranks. If the norm is not finite, the
     optimizer takes no step.
     """
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     if hasattr(norm, "full_tensor"):  # With FSDP, each rank has only its part of the norm.
         norm = norm.full_tensor()
     norm = float(norm)
@@ -358,7 +360,8 @@ def packed_attention(lengths: list[int], seen: list[list[int]], device):
     def attend(layer_idx, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D) -> (1, H, T, D)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (T, H or Hkv, D)
         # Gather in fp32, because backward sums the gradients that all completions of a prompt send
-        # to the prompt's keys and values.
+        # to the prompt's keys and values. CUDA sums them in an order that changes from run to run,
+        # so a run on a GPU does not repeat bit for bit.
         k = k.float().index_select(0, places)  # (S, Hkv, D)
         v = v.float().index_select(0, places)
         if in_bf16_on_gpu(q):
@@ -402,7 +405,7 @@ def attend_in_turn(q, k, v, lengths: list[int], n_seen: list[int]):
 HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # how many logits are computed at a time
 
 
-def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_hidden=None):
+def score_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_hidden=None):
     """Return packed_logprobs' result (2, N), from hidden states (N, C) that predict targets (N).
 
     All logits together, (N, V), would take gigabytes. So they are computed one part at a time, and
@@ -413,7 +416,7 @@ def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_h
     gradient is huge if its π is far below π_ref.
     """
 
-    def of_part(hidden, target, ref_hidden):  # (n, C), (n), (n, C) -> (2, n)
+    def score_part(hidden, target, ref_hidden):  # (n, C), (n), (n, C) -> (2, n)
         logp = all_logprobs(model, hidden, temperature, n_ids)
         kl = torch.zeros(len(hidden), device=hidden.device)
         if reference:
@@ -422,10 +425,10 @@ def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_h
         return torch.stack((logp.gather(1, target[:, None])[:, 0], kl))
 
     if reference is None:
-        ref_hidden = hidden  # a placeholder, which of_part does not read
+        ref_hidden = hidden  # a placeholder, which score_part does not read
     size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)
     parts = zip(hidden.split(size), targets.split(size), ref_hidden.split(size))
-    return torch.cat([checkpoint(of_part, *part, use_reentrant=False) for part in parts], 1)
+    return torch.cat([checkpoint(score_part, *part, use_reentrant=False) for part in parts], 1)
 
 
 def all_logprobs(policy: Qwen, hidden, temperature, n_ids):

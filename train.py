@@ -893,7 +893,7 @@ def warm_start(run: Run, settings: Settings):
             loss = -(logprobs * weight).sum() / total
             (loss * world).backward()  # this factor cancels FSDP's averaging over ranks
         optimizer.param_groups[0]["lr"] = lr * schedule(step, n_steps, 0.05)
-        clipped_step(run.model, optimizer, 1.0)
+        clipped_step(run.model, optimizer)
 
 
 def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tuple[tuple, list]:

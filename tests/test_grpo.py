@@ -8,6 +8,7 @@ import datetime
 import functools
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -438,6 +439,12 @@ def loop(
     }
 
 
+def clipped_update(*args, max_grad_norm=1.0, **how):
+    """Call `update` with another MAX_GRAD_NORM."""
+    with mock.patch.object(grpo, "MAX_GRAD_NORM", max_grad_norm):
+        return update(*args, **how)
+
+
 def step(model, rollouts, **how):
     """Return the gradients and the statistics of an update of a copy of the model.
 
@@ -445,7 +452,7 @@ def step(model, rollouts, **how):
     """
     moved = copy.deepcopy(model)
     sgd = torch.optim.SGD(moved.parameters(), lr=1.0)
-    stats = update(moved, sgd, rollouts, **{"max_grad_norm": 1e9, **how})
+    stats = clipped_update(moved, sgd, rollouts, **{"max_grad_norm": 1e9, **how})
     return [
         old.detach() - new.detach() for old, new in zip(model.parameters(), moved.parameters())
     ], stats
@@ -567,7 +574,8 @@ def test_micro_batches_fill_the_budget_with_alike_lengths(budget, shapes, expect
 
 # Number of ranks -> the groups of each rank.
 SHARES = {1: [[0, 1, 2, 3]], 2: [[1], [3, 0, 2]], 3: [[0, 1, 2], [], [3]]}
-# Run -> arguments of `update`. The runs "no spread" and "not finite" also change the advantages.
+# Run -> arguments of `clipped_update`. The runs "no spread" and "not finite" also change the
+# advantages.
 RUNS = {
     "plain": dict(token_budget=20, max_grad_norm=1e9),
     "clipped with KL": dict(
@@ -595,7 +603,7 @@ def outcome(run, share, shard=lambda model: model):
     for factor in (1.0, 0.5):
         for r in rollouts:
             r.advantage *= 0.0 if run == "no spread" else factor
-        stats = update(model, optimizer, rollouts, **how)
+        stats = clipped_update(model, optimizer, rollouts, **how)
     weights = {}
     for name, p in model.named_parameters():
         weights[name] = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
