@@ -34,6 +34,8 @@ from tokenizers import processors
 from torch.utils.checkpoint import checkpoint
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama")
+# The settings of Llama 3.1's RoPE scaling; see `stretch`.
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass
@@ -222,9 +224,6 @@ def rotary(positions, config: Config):
     return angle.cos().repeat(1, 1, 1, 2), torch.cat((-angle.sin(), angle.sin()), -1)
 
 
-LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
 def stretch(frequency, scaling: dict):
     """Return RoPE's frequencies for a longer context, as Llama 3.1 computes them.
 
@@ -249,10 +248,10 @@ def rotate(x, cos, sin):
 
 
 def causal(layer_idx: int, q, k, v):
-    """The default `attend`: each token attends to itself and to all tokens before it.
+    """Compute causal attention: each token attends to itself and to all tokens before it.
 
-    q is (B, H, T, D), k and v are (B, Hkv, T, D); returns (B, H, T, D). layer_idx is not used here;
-    an `attend` with a KV cache needs it.
+    This is the default `attend`. q is (B, H, T, D), k and v are (B, Hkv, T, D); returns
+    (B, H, T, D). layer_idx is not used here; an `attend` with a KV cache needs it.
     """
     dtype = q.dtype
     if q.device.type == "cpu":  # On a CPU, bf16 makes attention no faster, only less precise.
@@ -370,7 +369,7 @@ def add_lora(model: "Qwen", rank: int):
         add_lora(model, rank=16)
         optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
         …
-        sampler.load_state_dict(merge_lora(model.state_dict()))  # sampler: a Qwen without LoRA
+        model.save_pretrained(path)  # merges the LoRA matrices into the weights
     """
     model.requires_grad_(False)
     for layer in model.model.layers:
@@ -384,6 +383,10 @@ def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     W becomes W + B A, computed in fp32 and stored in W's dtype. All other tensors are shared with
     `state`.
+
+    Merge only a finished model, because an element of B A that is less than half the distance from
+    W to the next number of W's dtype is rounded away. In bf16, this distance is 1/256 to 1/128 of
+    W, often more than the first steps of training add.
     """
     merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, A in state.items():
@@ -469,8 +472,8 @@ class Qwen(nn.Module):
         """Join matrices that multiply the same vector, to speed up sampling. Return the model.
 
         The joined parameters keep their names, but become views of the joined matrices. No
-        parameter gets gradients any longer, so use this only for a model that just samples. LoRA
-        must already be merged.
+        parameter gets gradients any longer, so use this only for a model that just samples. The
+        model must have no LoRA matrices, because a joined product leaves them out.
         """
         self.requires_grad_(False)
         for layer in self.model.layers:
@@ -619,9 +622,6 @@ def own_part(tensor, parameter):
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def compute_dtype(device) -> torch.dtype:
-    """Return bf16 if the device, a GPU or an x86 CPU, has units for it, else fp32."""
-    if torch.device(device).type == "cuda":
 # A model with fewer parameters than this computes in fp32.
 TINY = 10_000_000
 
@@ -640,6 +640,9 @@ def count_parameters(config: Config, lora_rank: int = 0) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
+def compute_dtype(device) -> torch.dtype:
+    """Return bf16 if the device, a GPU or an x86 CPU, has units for it, else fp32."""
+    if torch.device(device).type == "cuda":
         has_units = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
@@ -779,7 +782,6 @@ class Tokenizer:
         self.template = find_template(bpe, model_type)
         self.ends = [end for end in self.template.ends if bpe.token_to_id(end) is not None]
         self.end_ids = [bpe.token_to_id(end) for end in self.ends]
-        self.start_id = bpe.token_to_id(re.findall(CONTROL_TOKEN, self.template.turn)[0])
         self.eos_id = self.end_ids[0]
         self.n_ids = 1 + max(bpe.get_vocab(with_added_tokens=True).values())
 
@@ -925,9 +927,12 @@ def read_json(file: str) -> dict:
     """Read a JSON file as a dict. Raises ValueError, naming the file, if that is impossible."""
     with open(file, encoding="utf-8") as f:
         try:
-            return dict(json.load(f))
-        except (ValueError, TypeError, RecursionError) as e:
+            value = json.load(f)
+        except (ValueError, RecursionError) as e:
             raise ValueError(f"{file} holds no JSON object: {e}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return value
 
 
 def write_json(file: str, value):

@@ -34,7 +34,7 @@ from model import (
     causal,
     check_ids,
 )
-from model import configure, fetch, flag, merge_lora, rotary, rotate
+from model import configure, fetch, flag, merge_lora, read_json, rotary, rotate
 from sample import generate
 from train import PRESETS
 from train_runs import end_of, launch
@@ -462,6 +462,14 @@ def test_a_damaged_file_is_named(file, text, saved):
         Qwen.from_pretrained(str(saved))
 
 
+@pytest.mark.parametrize("text", ["[]", '[["a", 1]]', "3", "{", ""])
+def test_json_that_is_no_object_is_refused(text, tmp_path):
+    file = tmp_path / "some.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="some.json holds no JSON object"):
+        read_json(str(file))
+
+
 RANKS = """import sys, torch, torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from model import Qwen, merge_lora
@@ -732,13 +740,12 @@ def test_text_survives_the_round_trip_and_holds_no_control_token(text):
     decode drops real control tokens.
     """
     tokenizer = Tokenizer(bpe())
+    start_id = tokenizer.bpe.token_to_id("<|im_start|>")
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text == tokenizer.decode([*ids, *tokenizer.end_ids])
-    assert not {tokenizer.start_id, *tokenizer.end_ids} & {*ids} and max(ids, default=0) < len(
-        tokenizer
-    )
+    assert not {start_id, *tokenizer.end_ids} & {*ids} and max(ids, default=0) < len(tokenizer)
     chat = tokenizer.chat(turns(("user", text)))
-    assert (chat.count(tokenizer.start_id), chat.count(tokenizer.eos_id)) == (3, 2)
+    assert (chat.count(start_id), chat.count(tokenizer.eos_id)) == (3, 2)
 
 
 def test_half_an_emoji_is_a_question_mark():
