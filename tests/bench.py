@@ -31,7 +31,7 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from model import Config, Qwen, compute_dtype
-from sample import generate
+from sample import cache_dtype, generate
 
 SHAPES = {  # name -> the Config of a model, which gets random weights
     "small": Config(4096, 256, 768, 6, 4, 2, tie_word_embeddings=True),
@@ -234,17 +234,14 @@ def sampler(
 
 
 def bytes_read(qwen: Qwen) -> tuple[int, int]:
-    """Return (bytes of weights, bytes of keys and values per cached token) that a step reads.
-
-    The cache is assumed to have the weights' dtype; on a CPU, it is really in fp32.
-    """
+    """Return (bytes of weights, bytes of keys and values per cached token) that a step reads."""
     config = qwen.config
     item = qwen.lm_head.weight.element_size()
     # Of an embedding that is not also lm_head, a step reads only a few rows: do not count it.
     embedding = 0 if config.tie_word_embeddings else qwen.lm_head.weight.numel()
     weights = item * (sum(p.numel() for p in qwen.parameters()) - embedding)
     channels = config.num_key_value_heads * config.head_dim
-    return weights, 2 * item * config.num_hidden_layers * channels
+    return weights, 2 * cache_dtype(qwen).itemsize * config.num_hidden_layers * channels
 
 
 def transformers_generate(theirs, prompts: list[list[int]], n: int, new: int):
