@@ -164,6 +164,8 @@ class Worker:
                 host, an exhausted account, an error with x-should-retry: false, an unreadable
                 reply, and most exceptions in a Python function.
         """
+        # Replace blank messages, which some APIs, such as Anthropic's, reject.
+        messages = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
         params = {**self.params, **overrides}
         if self.replay and call_id:
             key = self.replay.key(self, messages, params, call_id)
@@ -188,9 +190,7 @@ class Worker:
         money that it may cost.
         """
         api_key = os.environ.get(self.api_key_env or "", "").strip()
-        # Replace blank messages, which some APIs, such as Anthropic's, reject.
-        turns = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
-        key_headers, body = self.write_request(self.model, turns, params, api_key)
+        key_headers, body = self.write_request(self.model, messages, params, api_key)
         headers = requests.utils.default_headers()  # a dict with case-insensitive keys
         headers.update({"content-type": "application/json", **key_headers})
         headers.update(self.headers)
@@ -203,7 +203,7 @@ class Worker:
             for attempt in itertools.count(1):
                 budget.reserve(max_cost)
                 sent = time.monotonic()
-                outcome = self.send_once(turns, headers, body)
+                outcome = self.send_once(messages, headers, body)
                 budget.settle(max_cost, outcome.cost)
                 now = time.monotonic()
                 if isinstance(outcome, Reply):

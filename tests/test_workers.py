@@ -474,7 +474,12 @@ def test_a_function_gets_no_blank_turn_either(tmp_path):
     """It may forward the chat. Open WebUI sends a blank turn for an answer that failed."""
     (tmp_path / "tools.py").write_text("def f(messages): return messages[2]['content']")
     spec = pool_file(tmp_path, {"protocol": "python", "function": "tools.py:f"})
-    assert load_pool(spec)[0].chat(TALK).text == "(empty)"
+    [worker] = load_pool(spec, replay=str(tmp_path / "replies"))
+    assert worker.chat(TALK, call_id="a").text == "(empty)"
+    # Replies are kept under the chat that the worker gets.
+    filled = [TALK[0], TALK[1], {"role": "assistant", "content": "(empty)"}, TALK[3]]
+    key = worker.replay.key(worker, filled, worker.params, "a")
+    assert worker.replay.find(key).text == "(empty)"
 
 
 def test_a_function_cannot_change_the_callers_messages(tmp_path):
