@@ -114,7 +114,9 @@ class Worker:
     headers: dict = field(default_factory=dict, repr=False)  # override the usual headers
     # Dollars per million tokens, [input, output]. None: unknown, or 0 for a Python function.
     price: list | None = None
-    concurrency: int = 16  # maximum number of simultaneous calls
+    # Maximum number of simultaneous calls of this process. `load_pool` divides the pool's number
+    # among the ranks, but gives each at least 1.
+    concurrency: int = 16
     # Seconds per attempt. After 3 * timeout seconds, a call starts no new attempt.
     timeout: int | float = 600
     attempts: int | None = None  # maximum per call; None: only the limits that `chat` describes
@@ -152,7 +154,7 @@ class Worker:
 
         Args:
             messages: [{"role": role, "content": text}, ...]. A role is "system", "user" or
-                "assistant".
+                "assistant". The worker gets "(empty)" instead of a blank text.
             call_id: the call's name within a run, under which `replay` stores the reply. The cost
                 of a replayed reply is added to `spent`, but not charged to the budget. "": the
                 reply is neither stored nor replayed.
@@ -164,7 +166,7 @@ class Worker:
                 host, an exhausted account, an error with x-should-retry: false, an unreadable
                 reply, and most exceptions in a Python function.
         """
-        # Replace blank messages, which some APIs, such as Anthropic's, reject.
+        # Replace blank turns, which some APIs, such as Anthropic's, reject.
         messages = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
         params = {**self.params, **overrides}
         if self.replay and call_id:
@@ -186,7 +188,7 @@ class Worker:
     def send(self, messages: list[dict], params: dict) -> Reply:
         """Send a request, with retries as the docstring of `chat` describes, and return the reply.
 
-        The retries built into `requests` are not used, because each attempt must first reserve the
+        The retries built into urllib3 are not used, because each attempt must first reserve the
         money that it may cost.
         """
         api_key = os.environ.get(self.api_key_env or "", "").strip()
@@ -367,11 +369,11 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
     with contextlib.suppress(ValueError, RecursionError):
         data = json.loads(text)
     if response.status >= 300 or find(data, "error"):  # A success may hold an error, too.
-        raise refusal(worker.url, response, find(data, "error", "code"), text)
+        raise failed_response(worker.url, response, find(data, "error", "code"), text)
 
     try:
         answer, finish = worker.read_reply(data)
-        answer = without_surrogates(without_thoughts(answer))
+        answer = without_surrogates(without_leading_thoughts(answer))
     except (LookupError, TypeError, AttributeError, ValueError):
         # OpenRouter sends spaces and newlines while it waits for a model's host. If the host dies,
         # the response contains nothing else, and another attempt may succeed.
@@ -408,7 +410,7 @@ def billed_cost(response: HTTPResponse, data: dict) -> float | None:
     return max((dollars for dollars in reported if fits(dollars, NUMBER)), default=None) or None
 
 
-def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
+def failed_response(url: str, response: HTTPResponse, code, text: str) -> Failure:
     """Return the Failure that describes an error response.
 
     Args:
@@ -527,7 +529,7 @@ def join_parts(parts: list) -> str:
     return "".join(part.get("text") or "" for part in texts if part.get("type") == "text")
 
 
-def without_thoughts(text: str) -> str:
+def without_leading_thoughts(text: str) -> str:
     r"""Return a reply without the thoughts that some servers leave at its beginning.
 
     If a reply begins with <think>, everything up to the first </think> is thoughts, and so is the
@@ -609,6 +611,9 @@ PROTOCOLS = {  # name -> (URL path, function that writes a request, function tha
 }
 
 
+# ---- The user's own functions --------------------------------------------------------------------
+
+
 def file_hash(path: str) -> str:
     """Return the SHA-256 hash of a file's content."""
     with open(path, "rb") as file:
@@ -675,7 +680,8 @@ def load_function(spec: str):
 COUNT = r"[1-9]\d*"
 NUMBER = r"\d[\d.]*(e[-+]\d+)?"  # not negative
 TEXT = r'"(?:[^"\\]|\\.)*+"'
-# Field of a pool's row -> (regex for its value in JSON, what the error message says is expected).
+HEADER = r'"(?:[^"\\]|\\["\\]|\\u00[a-f].)*+"'  # one line in Latin-1
+# Field of an entry -> (regex for its value in JSON, what the error message says is expected).
 FIELDS = {
     "protocol": (f'"({"|".join(PROTOCOLS)})"', ", ".join(PROTOCOLS)),
     "base_url": (
@@ -684,14 +690,14 @@ FIELDS = {
         "that each call appends",
     ),
     "model": ('".+"', "its name at the provider"),
-    "name": ('".+"', "a text"),
+    "name": (r'"([^"\\,]|\\[^nr])+"', "a text of one line without commas"),
     "note": (r'"([^"\\]|\\[^nr])+"', "a text of one line"),
     "api_key_env": ('"[A-Z][A-Z0-9_]*"', "the name of a variable, in capitals, not the key"),
     "params": (
         r'\{(?!.*"(n|stream)":).*\}',
         "an object without n and stream: a call gives one whole reply",
     ),
-    "headers": (rf"\{{({TEXT}: {TEXT}(, )?)*+\}}", "an object of texts"),
+    "headers": (rf"\{{({TEXT}: {HEADER}(, )?)*+\}}", "an object of one-line texts in Latin-1"),
     "price": (rf"\[{NUMBER}, {NUMBER}\]", "[input, output], dollars per million tokens"),
     "concurrency": (r"[1-9]\d{0,5}", "a whole number above 0"),
     "attempts": (r"[1-9]\d{0,5}", "a whole number above 0"),
@@ -706,7 +712,7 @@ def pool_names() -> list[str]:
 
 
 def read_pool(spec: str) -> list[dict]:
-    """Return the rows of a pool as dicts, not yet checked.
+    """Return the entries of a pool as dicts, not yet checked.
 
     For a pool of the laptop world, this starts the world's server, unless it is already running.
 
@@ -726,16 +732,16 @@ def read_pool(spec: str) -> list[dict]:
     path = os.path.join(POOLS, f"{spec}.json") if is_named else os.path.abspath(spec)
     try:
         with open(path, encoding="utf-8-sig") as file:  # Some editors write a byte order mark.
-            rows = json.load(file)
-        is_list = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-        if not is_list or not rows:
+            entries = json.load(file)
+        is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+        if not is_list or not entries:
             raise ValueError("it holds no list of objects")
     except (OSError, ValueError, RecursionError) as e:
         names = ", ".join(pool_names())
         expected = f"there are {names}, or a JSON list of objects of {', '.join(FIELDS)}"
         raise ValueError(f"--pool={spec}: {e}; {expected}") from None
 
-    entries = [{key: value for key, value in row.items() if value is not None} for row in rows]
+    entries = [{k: value for k, value in entry.items() if value is not None} for entry in entries]
     for entry in entries:
         if "function" in entry:  # The function's path is relative to the pool's folder.
             entry["function"] = os.path.join(os.path.dirname(path), str(entry["function"]))
@@ -743,13 +749,13 @@ def read_pool(spec: str) -> list[dict]:
 
 
 def name_of(entry: dict) -> str:
-    """Return the name of a pool's row, which defaults to the name of the model or function."""
+    """Return the name in a pool's entry, which defaults to the name of the model or function."""
     function = str(entry.get("function", "")).rpartition(":")[2]
     return str(entry.get("name") or entry.get("model") or function)
 
 
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
-    """Return a sentence for each field that is missing or wrong in the rows of a pool.
+    """Return a sentence for each field that is missing or wrong in the entries of a pool.
 
     Each sentence names the worker and the field. Apart from names, it quotes no malformed value,
     because such a value may be a misplaced API key.
@@ -757,7 +763,7 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
     sentences = []
     names = []
     for number, entry in enumerate(entries):
-        wrong = check_row(entry, budget)
+        wrong = check_entry(entry, budget)
         name = name_of(entry) or f"worker {number}"
         if name in names:
             wrong["name"] = "another worker has it, too"
@@ -766,8 +772,8 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
     return sentences
 
 
-def check_row(entry: dict, budget: float) -> dict[str, str]:
-    """Return {field: what is wrong with it} for a row of a pool."""
+def check_entry(entry: dict, budget: float) -> dict[str, str]:
+    """Return {field: what is wrong with it} for an entry of a pool."""
     # Find the fields that are missing, and those whose value does not match their pattern.
     is_function = entry.get("protocol") == "python"
     required = ["function"] if is_function else ["base_url", "model"]
@@ -778,11 +784,12 @@ def check_row(entry: dict, budget: float) -> dict[str, str]:
         if not fits(entry.get(key), pattern):
             wrong[key] = f"expected {expected}"
 
-    # Check the API key and the function that the row refers to. If there is a budget, check that a
+    # Check the API key and the function that the entry names. If there is a budget, check that a
     # call's maximum cost is known.
     variable = entry.get("api_key_env")
-    if variable and "api_key_env" not in wrong and not os.environ.get(variable, "").strip():
-        wrong["api_key_env"] = f"${variable} is not set"
+    if variable and "api_key_env" not in wrong:
+        if not re.fullmatch("[ -~]+", os.environ.get(variable, "").strip()):
+            wrong["api_key_env"] = f"${variable} is not set, or is not one line of ASCII characters"
     if is_function and "function" not in wrong:
         try:
             load_function(entry["function"])
@@ -809,7 +816,7 @@ def load_pool(
         replay: the file of a Replay; "": replies are not kept.
         budget: dollars that the workers of all ranks may spend together; 0: no limit.
         ranks: the number of processes among which the budget and each worker's concurrency are
-            divided.
+            divided. A process's share of the concurrency is at least 1.
         share: see Replay.
 
     Raises:

@@ -1311,8 +1311,8 @@ def choose_pool(checkpoint: str, pool: str) -> str:
         raise ValueError(f"say which workers to ask: this Conductor learned with --pool={spec}")
 
     spec = pool or trained_spec or "local"
-    rows = read_pool(spec)
-    present = [name_of(row) for row in rows]
+    entries = read_pool(spec)
+    present = [name_of(entry) for entry in entries]
     is_local = {trained_spec, spec} <= {*LOCAL}
 
     def places(names: list[str]) -> list[str]:
@@ -1323,7 +1323,7 @@ def choose_pool(checkpoint: str, pool: str) -> str:
     # workers only by their numbers, so the workers that its checkpoint names, if any, must be
     # present in the same order.
     if prompting.notes:
-        silent = [name for name, row in zip(present, rows) if not row.get("note")]
+        silent = [name for name, entry in zip(present, entries) if not entry.get("note")]
         if silent:
             raise ValueError(
                 f"{checkpoint} knows workers by their notes: give a note to {', '.join(silent)}"

@@ -47,6 +47,8 @@ QUICK = 3  # a timeout in seconds, so short that the first pause between attempt
 def environment(monkeypatch):
     monkeypatch.setenv("PLANTED", KEY)
     monkeypatch.setenv("BLANK", " ")
+    monkeypatch.setenv("CURLY", f"“{KEY}”")
+    monkeypatch.setenv("TWO_LINES", f"{KEY}\n{KEY}")
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -273,7 +275,7 @@ def test_what_models_answer(response, text, finish):
     ],
 )
 def test_thoughts_are_removed_and_nothing_else(reply, text):
-    assert workers.without_thoughts(reply) == text
+    assert workers.without_leading_thoughts(reply) == text
     assert on_the_wire(answer(reply))[2].text == text
     claude = {"content": [{"type": "text", "text": reply}]}
     assert on_the_wire(claude, protocol="anthropic")[2].text == text
@@ -985,10 +987,14 @@ RIGHT = {"protocol": "openai", "base_url": "http://h/v1", "model": "m"}
         ({"api_key_env": KEY}, "api_key_env"),
         ({"api_key_env": "ABSENT"}, r"\$ABSENT"),
         ({"api_key_env": "BLANK"}, r"\$BLANK is not set"),
+        ({"api_key_env": "CURLY"}, r"\$CURLY is .*not one line of ASCII"),
+        ({"api_key_env": "TWO_LINES"}, r"\$TWO_LINES is .*not one line of ASCII"),
         ({"params": [1]}, "params"),
         ({"params": {"n": 2}}, "params"),
         ({"headers": {"a": 1}}, "headers"),
         ({"headers": ["a"]}, "headers"),
+        ({"headers": {"a": f"{KEY}\n"}}, "headers: .*one-line"),
+        ({"headers": {"X-Title": "Пример"}}, "headers: .*Latin-1"),
         ({"price": 3}, "price"),
         ({"price": [1]}, "price"),
         ({"price": [1, -1]}, "price"),
@@ -1033,6 +1039,14 @@ def test_everything_that_is_missing_is_said_at_once():
         assert any(one.startswith(sentence) for one in said)
 
 
+@pytest.mark.parametrize("name", ["a, b", "a\nb"])
+def test_a_name_can_be_listed_between_commas(name):
+    """--only, for example, takes a list of names."""
+    [said] = check_pool([{**RIGHT, "name": name}])
+    assert said.endswith("name: expected a text of one line without commas")
+    assert not check_pool([{**RIGHT, "name": 'Jane "é" \\ 7B'}])
+
+
 def test_a_header_may_hold_quotes(tmp_path):
     """Some gateways take their configuration as JSON in a header."""
     headers = {"x-portkey-config": '{"provider": "openai", "path": "a\\b"}', "x-title": "ours"}
@@ -1041,6 +1055,10 @@ def test_a_header_may_hold_quotes(tmp_path):
         load_pool(pool_file(tmp_path, row))[0].chat(CHAT)
     [(_, head, _)] = server.requests
     assert f"x-portkey-config: {headers['x-portkey-config']}\r\n" in head
+
+
+def test_a_header_may_hold_latin_1():
+    assert not check_pool([{**RIGHT, "headers": {"X-Title": "Café à côté"}}])
 
 
 def test_a_note_may_hold_quotes_and_backslashes():
