@@ -1421,7 +1421,7 @@ RULES = [
     (r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
     # Braces around the answer: {5} -> 5
     (rf"^\s*\{{({IN_BRACES})\}}\s*$", r"\1"),
-    # Raised digits: x² -> x^{2}
+    # Raised digits and signs: x² -> x^{2} and 10⁻³ -> 10^{-3}
     (r"[⁰¹²³⁴-⁻]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
     # Lowered digits: CO₂ -> CO_{2}
     (r"[₀-₉]+", lambda m: "_{" + m[0].translate(RAISED) + "}"),
@@ -1509,7 +1509,7 @@ RULES = [
     (r"\^(-\d+)", r"^{\1}"),
     # Spaces: removed, except between words, numbers and units, as in 5 cm and \frac{1}{2} cm
     (r"(?<![A-Za-z0-9})π])\s|(?<=[})π])\s(?![A-Za-z])|\s(?![A-Za-z0-9])", ""),
-    # Full stops: 5. -> 5
+    # Marks at the end: 5. -> 5 and 5, -> 5, but 5... stays
     (r"(?:(?<!\.)\.|[\\,;])$", ""),
     # Approximations: √2 ≈ 1.41 -> √2, but ≈ 1.41 alone -> 1.41
     (r"(?<=[^x=])≈-?\d*\.\d+\D*$|^(?:[a-z]=?)?≈(?=\d*\.)", ""),

@@ -87,11 +87,11 @@ def generate_each(
         prompts: The token ids of each prompt.
         temperature: If it is below 1e-6, the likeliest token is always taken.
         eos_id: The id or ids that end a rollout.
-        n_ids: Only ids below n_ids are drawn, because Qwen2.5's vocabulary is padded with unused
-            ids. None: any id may be drawn.
+        n_ids: Only ids below n_ids are drawn. This matters if the vocabulary is padded with unused
+            ids, as Qwen2.5's is. None: any id may be drawn.
         numbers: For each prompt, the numbers of its n rollouts, which select their random draws.
-            None: 0 … n-1. If several ranks sample a prompt, each with some of the numbers, their
-            rollouts together are those that a single rank would sample with all of the numbers.
+            None: 0 … n-1. Ranks that share a prompt, each passing some of its numbers, together
+            sample the same rollouts as one rank with all of them.
 
     Raises ValueError if there are no prompts, if a prompt is empty or longer than the model's
     context, if n, max_new_tokens or temperature is out of range, or if the logits of a prompt are

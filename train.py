@@ -1368,11 +1368,13 @@ def check_money(settings: Settings, entries: list[dict], n_test: int):
 
 
 def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
-    """Estimate the peak memory of a process on its device, in bytes, without torch's own needs.
+    """Estimate the peak memory of a process on its device, in bytes.
+
+    What torch itself takes, such as the CUDA context and unused cached blocks, is not counted.
 
     Args:
-        recompute: Whether the backward pass computes activations again, so that only those of one
-            layer at a time are in memory.
+        recompute: Whether the backward pass computes activations again, so that only the input of
+            every layer, and the values inside one layer at a time, are in memory.
     """
     n, world = count_parameters(config), dist.get_world_size()
     n_trained = count_parameters(config, settings.lora_rank)
@@ -1481,12 +1483,13 @@ def blank_rollout(n_prompt: int, n_written: int) -> Rollout:
 def largest_step(
     model: Qwen, optimizer, reference: Qwen | None, settings: Settings, n_prompt: int = PROMPT
 ):
-    """Do the largest update once, with a learning rate of 0, and reset Adam's state to zeros.
+    """Do one update that takes as much memory as any of the run's; reset Adam's state to zeros.
 
     If memory is too small for the run's updates, the run thus fails here, before workers are paid
-    for rollouts. Attention copies a prompt's keys and values for each of its completions, so the
-    largest micro-batch has all completions of a long prompt, and they fill the token budget. The
-    trial has two micro-batches, because memory peaks in the second one, when the first one's
+    for rollouts. The optimizer's learning rate must still be 0, as `adam` sets it, so that no
+    weight changes. A micro-batch takes the most memory if the completions of one long prompt fill
+    the token budget, because attention copies the prompt's keys and values for each of them. Two
+    such micro-batches are run, because memory peaks in the second one, when the first one's
     gradients are in memory as well. On a CPU, a small update is done instead, just to create Adam's
     state.
 
@@ -1951,7 +1954,8 @@ def read_trace(run: Run, settings: Settings, iteration: int) -> Groups | None:
             r.pool = run.pool
             r.problem = problems[r.problem_id, r.question]
             groups.setdefault((r.call_prefix, r.previous is not None), []).append(r)
-        # Check that these are the rollouts that the iteration asks for, in the same order.
+        # Check that no rollout is missing: n_questions groups, each of them complete and in order,
+        # and then the second rounds that continue them.
         first = [group for group in groups.values() if group[0].previous is None]
         asked = [copies(group[0], settings) for group in first]
         if settings.recursion:
