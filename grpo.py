@@ -75,7 +75,7 @@ def set_advantages(questions: list[list[list[Rollout]]], cost_weight=0.0):
     round that continues it. All rounds of a trajectory get its advantage. If two trajectories of a
     question have the rewards [1, 0.5] and [0, 1], the sums are 0.25 + 0.5 and 0 + 1, because a
     first round counts a quarter, and the advantages are -1 and 1. If none of a question's
-    trajectories has a second round, the quarter has no effect, because Eq. 2 divides by std.
+    trajectories has a second round, their rewards count in full.
 
     Args:
         questions: For each question, its trajectories. If the reward of a round is None, the
@@ -85,7 +85,9 @@ def set_advantages(questions: list[list[list[Rollout]]], cost_weight=0.0):
             part of the reward, the division by std would blow up even a tiny difference in cost.
     """
     for trajectories in questions:
-        rewards = [trajectory_reward(rounds) for rounds in trajectories]
+        has_second_round = any(len(rounds) > 1 for rounds in trajectories)
+        first_weight = 0.25 if has_second_round else 1.0
+        rewards = [trajectory_reward(rounds, first_weight) for rounds in trajectories]
         mask = [reward is not None for reward in rewards]
         [row] = advantages([[reward or 0.0 for reward in rewards]], [mask]).tolist()
 
@@ -101,14 +103,15 @@ def set_advantages(questions: list[list[list[Rollout]]], cost_weight=0.0):
                 rollout.advantage = advantage
 
 
-def trajectory_reward(rounds: list[Rollout]) -> float | None:
-    """Return the sum of the rounds' rewards, in which a first round counts a quarter (§3.2).
+def trajectory_reward(rounds: list[Rollout], first_weight: float) -> float | None:
+    """Return the sum of the rounds' rewards, the first multiplied by first_weight (§3.2).
 
     Returns None if the reward of any round is None.
     """
     if any(rollout.reward is None for rollout in rounds):
         return None
-    return sum((0.25 if rollout.previous is None else 1.0) * rollout.reward for rollout in rounds)
+    first, *second = [rollout.reward for rollout in rounds]
+    return first_weight * first + sum(second)
 
 
 def set_wrong_shares(groups: list[list[Rollout]]):

@@ -146,8 +146,7 @@ def rounds_of(rewards):
 def test_a_first_round_and_the_second_that_continues_it_share_an_advantage():
     """A trajectory's reward is its second round's plus a quarter of its first round's (§3.2).
 
-    If any round is lost, the whole trajectory is. A trajectory may have no second round. If none of
-    a question's trajectories has one, the quarter changes nothing.
+    If any round is lost, the whole trajectory is. A trajectory may have no second round.
     """
     questions = [
         [rounds_of([1.0, 0.5]), rounds_of([0.0, 1.0]), rounds_of([1.0, None])],  # rewards 0.75, 1
@@ -159,6 +158,14 @@ def test_a_first_round_and_the_second_that_continues_it_share_an_advantage():
     for question, expected in zip(questions, [[-1, 1, 0], [r, -r / 2, -r / 2], [-1, 1, 0]]):
         for rounds, advantage in zip(question, expected):
             assert [x.advantage for x in rounds] == pytest.approx([advantage] * len(rounds), 1e-5)
+
+
+def test_without_second_rounds_rewards_count_in_full(monkeypatch):
+    """This matters if somebody replaces Eq. 2 by an advantage that does not divide by std."""
+    monkeypatch.setattr("grpo.advantages", lambda rewards, mask: torch.tensor(rewards))
+    question = [rounds_of([0.5]), rounds_of([1.0])]
+    set_advantages([question])
+    assert [rounds[0].advantage for rounds in question] == [0.5, 1.0]
 
 
 def test_dollars_above_the_mean_of_the_group_cost_advantage():
