@@ -788,8 +788,11 @@ def check_entry(entry: dict, budget: float) -> dict[str, str]:
     # call's maximum cost is known.
     variable = entry.get("api_key_env")
     if variable and "api_key_env" not in wrong:
-        if not re.fullmatch("[ -~]+", os.environ.get(variable, "").strip()):
-            wrong["api_key_env"] = f"${variable} is not set, or is not one line of ASCII characters"
+        api_key = os.environ.get(variable, "").strip()
+        if not api_key:
+            wrong["api_key_env"] = f"${variable} is not set"
+        elif not re.fullmatch("[ -~]+", api_key):
+            wrong["api_key_env"] = f"${variable} is not one line of ASCII characters"
     if is_function and "function" not in wrong:
         try:
             load_function(entry["function"])
