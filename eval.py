@@ -1683,8 +1683,8 @@ class Expression:
         last_sign = ""
         while True:
             sign = self.tokens[0]
-            # If a letter follows without an operator, multiply by it (2x). At any other token that
-            # is not an operator, the expression ends.
+            # A letter, "(" or command that follows directly multiplies: 2x, 2(x), 2\sqrt{x}.
+            # OPERATORS lists "(" and "\", too. At a token that it lacks, the expression ends.
             side_by_side = (3, operator.mul) if sign in self.known else (0, None)
             strength, function = OPERATORS.get(sign[0], side_by_side)
             if strength < weakest:

@@ -1794,8 +1794,8 @@ LOCKS = []  # keeps lock files open: closing one would release its lock
 def lock(file: Path) -> str:
     """Lock --out against other runs until this process ends, and return the lock file's text.
 
-    Raises ValueError, naming the other run, if another run holds the lock. If the file system
-    cannot lock files, prints a warning and continues.
+    Raises ValueError if another run, which the message names, holds the lock, or if --out cannot
+    be written. If the file system cannot lock files, prints a warning and continues.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
