@@ -929,7 +929,7 @@ def set_up(settings: Settings) -> Run:
     problems, test = on_all_ranks(lambda: load_problems(settings))
     questions = {problem.question for problem in problems}
     if test and all(problem.question in questions for problem in test):
-        print0("fewer than 20 problems, so none is held out: held_out is measured on all of them")
+        print0("fewer than 20 different questions: none is held out, held_out is of all of them")
     pool = on_all_ranks(lambda: open_pool(settings))
     prompting = on_all_ranks(lambda: choose_prompting(settings))
     if checkpoint:
