@@ -340,13 +340,17 @@ class Failure(Exception):
     cost: float | None = None  # dollars; 0.0: certainly not billed; None: may have been billed
 
 
-# Matches what OpenAI, Anthropic, Google, OpenRouter, xAI and Moonshot write if an account has no
-# money or quota left.
+# Matches what OpenAI, Anthropic, Google, OpenRouter, xAI, Moonshot, Z.ai and litellm write if an
+# account or a key has no money or quota left.
 EXHAUSTED = (
-    "insufficient_quota|billing_not_active|credit balance is too low|credits are depleted"
+    "(?i)insufficient_quota|billing_not_active|credit balance is too low|credits are depleted"
     "|PerDay|per-day|API usage limits|(spend|usage)_limit_|monthly spending cap"
     "|credit_balance_exhausted|used all available credits|insufficient balance"
+    "|exceeded_current_quota|budget_exceeded|crossed budget|budget limit reached"
 )
+# DashScope writes insufficient_quota with a link to this section if too many tokens were sent in
+# the last minute.
+TOKENS_PER_MINUTE = "error-code#token-limit"
 
 
 def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Reply:
@@ -426,7 +430,8 @@ def failed_response(url: str, response: HTTPResponse, code, text: str) -> Failur
     # if the running calls may together cost more than the account holds.
     busy = status in (429, 498, 503, 529) or status == 402 and retry_after != ""
     is_broken = status in (408, 409) or status >= 500
-    is_final = response.headers.get("x-should-retry") == "false" or re.search(EXHAUSTED, text)
+    is_exhausted = re.search(EXHAUSTED, text) and TOKENS_PER_MINUTE not in text
+    is_final = response.headers.get("x-should-retry") == "false" or is_exhausted
 
     wait = None
     if (busy or is_broken) and not is_final:

@@ -607,6 +607,12 @@ def refused(status, message="no", code=None, **headers):
             for status in (408, 409, 429, 498, 500, 503, 529)
         ),
         (refused(402, "in-flight budget exhausted", Retry_After="0"), 2, "HTTP 402.*in-flight"),
+        # DashScope calls too many tokens per minute an insufficient quota.
+        (
+            refused(429, "See https://help.x/error-code#token-limit", "insufficient_quota"),
+            2,
+            "HTTP 429.*token-limit",
+        ),
         (http(b"<h1>Bad gateway</h1>", 502), 2, "HTTP 502.*Bad gateway"),
         (http({"error": {"message": "upstream died", "code": 502}}), 2, "HTTP 502.*upstream died"),
         (http({"error": "model is loading"}), 2, "HTTP 500.*model is loading"),
@@ -639,13 +645,18 @@ def refused(status, message="no", code=None, **headers):
         (http(answer(42)), 1, "no reply as openai"),
         (flood, 1, "larger than 32 MiB"),
         # The account has no money or no quota left, in the words of OpenAI, Anthropic, Google,
-        # OpenRouter, xAI and Moonshot.
+        # OpenRouter, xAI, Moonshot, Z.ai and litellm.
         (refused(429, "You exceeded it", "insufficient_quota"), 1, "HTTP 429.*You exceeded it"),
         (refused(400, "Your credit balance is too low"), 1, "credit balance"),
         (refused(429, "GenerateRequestsPerDayPerProjectPerModel-FreeTier"), 1, "PerDay"),
         (refused(429, "Rate limit exceeded: free-models-per-day. Add credits"), 1, "per-day"),
         (http({"error": "Your team has either used all available credits"}, 429), 1, "Your team"),
         (refused(429, "Your account is suspended due to insufficient balance"), 1, "suspended"),
+        (http({"error": {"type": "exceeded_current_quota_error"}}, 429), 1, "exceeded_current"),
+        (refused(429, "Insufficient balance or no resource package."), 1, "no resource"),
+        (http({"error": {"type": "budget_exceeded"}}, 429), 1, "budget_exceeded"),
+        (refused(429, "No deployments available - crossed budget for provider"), 1, "crossed"),
+        (refused(429, "Max budget limit reached."), 1, "limit reached"),
     ],
 )
 def test_what_ends_a_call(play, asked, says):
