@@ -236,7 +236,9 @@ class Worker:
             return self.post(headers, body)
         except Failure as failure:
             return failure
-        except (TimeoutError, exceptions.ReadTimeoutError):
+        except (TimeoutError, exceptions.ReadTimeoutError) as e:
+            if "handshake" in str(e.__cause__):  # TLS was not set up, so nothing was sent.
+                return Failure("no TLS handshake within 10 s", wait=0.0, cost=0.0)
             return Failure(f"no whole answer in time; its timeout is {self.timeout:g} s")
         except Exception as e:  # such as a lost connection
             return failed_attempt(e)
@@ -458,11 +460,16 @@ def failed_attempt(error: BaseException) -> Failure:
     is_unresolved = isinstance(cause, exceptions.NameResolutionError)
     # After EAI_AGAIN, the host may still exist: the name server was unavailable for the moment.
     is_unknown_host = is_unresolved and cause.__cause__.errno != socket.EAI_AGAIN
-    is_unsent = isinstance(cause, (exceptions.NewConnectionError, exceptions.ConnectTimeoutError))
+    is_unconnected = isinstance(
+        cause,
+        (exceptions.NewConnectionError, exceptions.ConnectTimeoutError, exceptions.ProxyError),
+    )
+    is_untrusted = "CERTIFICATE_VERIFY_FAILED" in str(cause)
+    hint = "; $REQUESTS_CA_BUNDLE may name a file of certificates to trust" if is_untrusted else ""
     return Failure(
-        f"{type(cause).__name__}: {cause}",
-        wait=0.0 if is_lost and not is_unknown_host else None,
-        cost=0.0 if is_unsent else None,
+        f"{type(cause).__name__}: {cause}{hint}",
+        wait=0.0 if is_lost and not (is_unknown_host or is_untrusted) else None,
+        cost=0.0 if is_unconnected or is_untrusted else None,
     )
 
 

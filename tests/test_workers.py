@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import socketserver
+import ssl
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from email.utils import formatdate
 
 import pytest
 import requests
+from requests.packages.urllib3 import Timeout
 
 import workers
 from workers import (
@@ -746,6 +748,32 @@ def test_a_name_server_that_is_down_for_a_moment_is_asked_again(errno, attempts,
     with pytest.raises(WorkerError, match=f"resolve.*attempt {attempts},"):
         Worker("openai", "http://nobody.invalid/v1", "m", timeout=QUICK, **fields).chat(CHAT)
     assert budget.left == 1.0
+
+
+def test_a_connection_that_is_not_made_costs_nothing(monkeypatch):
+    """A certificate that is not trusted ends the call. A slow handshake or a proxy may recover."""
+    fields = {"timeout": QUICK, "price": [0, 10], "params": {"max_tokens": 1000}}
+
+    def fails(says, url, attempts):
+        budget = Budget(1.0)
+        with pytest.raises(WorkerError, match=f"{says}.*attempt {attempts},"):
+            Worker("openai", url, "m", budget=budget, **fields).chat(CHAT)
+        assert budget.left == 1.0
+
+    with OddServer(http(GOOD)) as server:
+        url = server.url.replace("http", "https")  # The server never answers the handshake.
+        monkeypatch.setattr(workers, "Timeout", lambda connect, read: Timeout(0.01, read))
+        fails("no TLS handshake", url, 6)
+
+        def refuse(*_, **__):
+            raise ssl.SSLCertVerificationError(1, "[SSL: CERTIFICATE_VERIFY_FAILED] self-signed")
+
+        monkeypatch.setattr(ssl.SSLContext, "wrap_socket", refuse)
+        fails("self-signed.*REQUESTS_CA_BUNDLE", url, 1)
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        port = proxy.getsockname()[1]
+    monkeypatch.setenv("https_proxy", f"http://me:password@127.0.0.1:{port}")
+    fails("Unable to connect to proxy", "https://model.example/v1", 6)
 
 
 def test_no_key_is_in_any_error_or_file(tmp_path):
