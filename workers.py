@@ -403,14 +403,16 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
 def billed_cost(response: HTTPResponse, data: dict) -> float | None:
     """Return the cost in dollars that the server itself reports for a response, or None.
 
-    litellm reports the cost in a header; OpenRouter and our own server report it in usage.cost, and
-    Perplexity in usage.cost.total_cost. A cost of zero counts as not reported, because servers also
-    report zero if they do not know the price. If OpenRouter uses the account's own key for the
-    provider (BYOK), usage.cost is ignored, because it is only OpenRouter's fee. Of two reported
-    costs, the higher is returned.
+    litellm reports the cost in a header; OpenRouter and our own server report it in usage.cost,
+    Perplexity in usage.cost.total_cost, and xAI in ticks of 1e-10 dollars. A cost of zero counts as
+    not reported, because servers also report zero if they do not know the price. If OpenRouter uses
+    the account's own key for the provider (BYOK), usage.cost is ignored, because it is only
+    OpenRouter's fee. Of two reported costs, the higher is returned.
     """
     cost = find(data, "usage", "cost")
     reported = [] if find(data, "usage", "is_byok") else [cost, find(cost, "total_cost")]
+    ticks = find(data, "usage", "cost_in_usd_ticks")
+    reported.append(ticks / 1e10 if fits(ticks, NUMBER) else None)
     with contextlib.suppress(ValueError):
         reported.append(float(response.headers.get("x-litellm-response-cost", "")))
     return max((dollars for dollars in reported if fits(dollars, NUMBER)), default=None) or None
@@ -609,7 +611,9 @@ def read_usage(usage) -> tuple[int, int, float] | None:
         return None
 
     total, read, written, for_an_hour = (n or 0 for n in optional)
-    if is_anthropic:  # Anthropic's input_tokens exclude tokens read from or written to a cache.
+    # Anthropic's input_tokens, and Portkey's prompt_tokens, exclude tokens read from or written to a
+    # cache.
+    if is_anthropic or total == n_in + n_out + read + written:
         n_in += read + written
     n_out = max(n_out, total - n_in)  # Some servers count reasoning only in the total.
     return n_in, n_out, n_in + 0.25 * written + 0.75 * for_an_hour

@@ -366,6 +366,16 @@ WRITTEN = {"input_tokens": 10, "output_tokens": 2, "cache_creation_input_tokens"
             {**COUNTS, "prompt_tokens": 110, "prompt_tokens_details": {"cached_tokens": 100}},
             110 + 20,
         ),
+        # Portkey does not, but counts them in the total.
+        (
+            {
+                **COUNTS,
+                "total_tokens": 162,
+                "cache_creation_input_tokens": 100,
+                "cache_read_input_tokens": 50,
+            },
+            10 + 1.25 * 100 + 50 + 20,
+        ),
     ],
 )
 def test_what_is_written_to_a_cache_costs_more(usage, dollars):
@@ -422,6 +432,10 @@ def test_litellms_header_is_the_cost(header, usage, price, cost):
         # Perplexity adds a fee for each search to the price of the tokens.
         ({**COUNTS, "cost": {"request_cost": 0.2, "total_cost": 0.25}}, [1, 10], 0.25),
         ({**COUNTS, "cost": {"total_cost": "0.25"}}, [1, 10], 30e-6),
+        # xAI reports what it bills, including a fee for each search, in ticks of 1e-10 dollars.
+        ({**COUNTS, "cost_in_usd_ticks": 37756000}, [1, 10], 0.0037756),
+        ({**COUNTS, "cost_in_usd_ticks": 37756000}, None, 0.0037756),
+        ({**COUNTS, "cost_in_usd_ticks": "37756000"}, [1, 10], 30e-6),
     ],
 )
 def test_what_a_reply_costs(usage, price, cost):
