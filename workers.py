@@ -611,7 +611,7 @@ def read_usage(usage) -> tuple[int, int, float] | None:
         return None
 
     total, read, written, for_an_hour = (n or 0 for n in optional)
-    # Anthropic's input_tokens, and Portkey's prompt_tokens, exclude tokens read from or written to a
+    # Anthropic's input_tokens and Portkey's prompt_tokens exclude tokens read from or written to a
     # cache.
     if is_anthropic or total == n_in + n_out + read + written:
         n_in += read + written
