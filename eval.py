@@ -141,7 +141,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
         problems = benchmark(name, split, limit)
     else:
         known = ", ".join(BENCHMARKS)
-        raise ValueError(f"no problems {name!r} ({split}): there are {known}, files *.jsonl")
+        raise ValueError(f"no problems {name!r} ({split}): there are {known}, or FILE.jsonl")
     return problems[:limit]
 
 
@@ -234,8 +234,9 @@ def read_problems(file: str) -> list[Problem]:
             message lists the first 20 invalid lines.
     """
     if not os.path.exists(file):
-        hint = "`python eval.py prepare` writes paper and recursion"
-        raise FileNotFoundError(f"{file} is missing ({hint})")
+        is_mix = file in [f"{DATA}/{name}.jsonl" for name in MIXES]
+        hint = ": `python eval.py prepare` writes it" if is_mix else ""
+        raise FileNotFoundError(f"{file} is missing{hint}")
     problems = []
     faults = []
     with open(file, "rb") as lines:

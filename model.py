@@ -907,20 +907,21 @@ def has_qwen_tokenizer(folder: str) -> bool:
 def fetch(name: str, *patterns: str) -> str:
     """Return the local folder of a checkpoint, after downloading its files if necessary.
 
-    If `name` is not a folder, it is taken for a repository on the Hugging Face hub, and the files
-    that match any of the patterns are downloaded into Hugging Face's cache. Raises OSError if the
-    download fails.
+    If `name` is not a folder, it is taken for a repository on the Hugging Face hub, such as
+    "Qwen/Qwen2.5-7B", and the files that match any of the patterns are downloaded into Hugging
+    Face's cache. For a gated repository, set HF_TOKEN in the environment. Raises OSError if there
+    is no such folder or repository, or if the download fails.
     """
     if os.path.isdir(name):
         return name
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        raise OSError(f"{name} is no folder, and cannot be a name on the Hugging Face hub")
     from huggingface_hub import snapshot_download
 
     try:
         return snapshot_download(name, allow_patterns=list(patterns))
     except Exception as e:  # The hub and its transport raise errors of many classes.
-        raise OSError(
-            f"{name} is no folder, and the hub did not give it (gated: set HF_TOKEN): {e}"
-        ) from e
+        raise OSError(f"{name} is no folder, and the hub did not give it: {e}") from e
 
 
 def read_json(file: str) -> dict:

@@ -1272,11 +1272,13 @@ def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict]
         missing.append(f"--out={settings.out} holds no run to resume")
 
     # The model, and the memory and disk space for it.
-    if settings.preset == "own" and not settings.init_from:
-        missing.append("--init_from: a model's folder, or its name on Hugging Face's hub")
-    config = TINY_CONFIG
+    config = None
     if start:
         config = attempt(f"--init_from={start}", read_shape, start) or SHAPES.get(start)
+    elif settings.preset == "own":
+        missing.append("--init_from: a model's folder, or its name on Hugging Face's hub")
+    else:
+        config = TINY_CONFIG
     if config:
         attempt("room", check_room, settings, config)
 

@@ -539,8 +539,9 @@ def test_a_run_with_everything_of_ones_own(tmp_path):
 
 
 def test_own_runs_name_all_that_is_missing_at_once():
-    status, _, err = end_of(launch("--preset=own", "--dry_run", "--reward=none.py:f"))
+    status, out, err = end_of(launch("--preset=own", "--dry_run", "--reward=none.py:f"))
     assert status == 1 and "Traceback" not in err
+    assert "trial update" not in out  # no model is named, so none is tried
     for missing in ("--init_from", "--pool", "--data", "--reward"):
         assert missing in err, missing
 
