@@ -146,11 +146,11 @@ class Worker:
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
         """Send a chat to the worker and return its reply.
 
-        `chat` tries again if the provider is busy (status 429, 498, 503 or 529, or 402 with a
-        Retry-After), and after a hard failure (any other 5xx, a 408, a 409, a failed connection, a
-        blank response, or a reply that broke off). It starts no attempt later than 3 * `timeout`
-        seconds after the first, makes no more than `attempts` attempts, and gives up after the
-        sixth hard failure.
+        `chat` tries again if the provider is busy (status 429, 498, 503 or 529, 402 with a
+        Retry-After, or an overloaded_error), and after a hard failure (any other 5xx, a 408, a 409,
+        a failed connection, a blank response, or a reply that broke off). It starts no attempt
+        later than 3 * `timeout` seconds after the first, makes no more than `attempts` attempts,
+        and gives up after the sixth hard failure.
 
         Args:
             messages: [{"role": role, "content": text}, ...]. A role is "system", "user" or
@@ -349,6 +349,7 @@ EXHAUSTED = (
     "|PerDay|per-day|API usage limits|(spend|usage)_limit_|monthly spending cap"
     "|credit_balance_exhausted|used all available credits|insufficient balance"
     "|exceeded_current_quota|budget_exceeded|crossed budget|budget limit reached"
+    "|error-codes/api-errors"  # a link, which litellm quotes without OpenAI's code
 )
 # DashScope writes insufficient_quota with a link to this section if too many tokens were sent in
 # the last minute.
@@ -431,8 +432,10 @@ def failed_response(url: str, response: HTTPResponse, code, text: str) -> Failur
         status = code if code in range(400, 600) else 500
     retry_after = response.headers.get("Retry-After", "")
     # Groq's flex tier sends 498 if its capacity is used up. OpenRouter sends 402 with a Retry-After
-    # if the running calls may together cost more than the account holds.
-    busy = status in (429, 498, 503, 529) or status == 402 and retry_after != ""
+    # if the running calls may together cost more than the account holds. litellm sends 500 for
+    # Anthropic's 529, but quotes its text.
+    is_reserved = status == 402 and retry_after != ""
+    busy = status in (429, 498, 503, 529) or is_reserved or "overloaded_error" in text
     is_broken = status in (408, 409) or status >= 500
     is_exhausted = re.search(EXHAUSTED, text) and TOKENS_PER_MINUTE not in text
     is_final = response.headers.get("x-should-retry") == "false" or is_exhausted

@@ -673,6 +673,8 @@ def refused(status, message="no", code=None, **headers):
         (http({"error": {"type": "budget_exceeded"}}, 429), 1, "budget_exceeded"),
         (refused(429, "No deployments available - crossed budget for provider"), 1, "crossed"),
         (refused(429, "Max budget limit reached."), 1, "limit reached"),
+        # litellm drops OpenAI's code, but keeps its message.
+        (refused(429, "read https://platform.openai.com/docs/error-codes/api-errors"), 1, "read"),
     ],
 )
 def test_what_ends_a_call(play, asked, says):
@@ -693,6 +695,16 @@ def test_a_busy_provider_is_asked_until_it_answers_and_a_broken_one_six_times(st
         with gives_up if asked == 6 else contextlib.nullcontext():
             assert worker(server, timeout=QUICK).chat(CHAT).text == "Because."
     assert len(server.requests) == asked
+
+
+def test_litellms_500_for_an_overloaded_claude_is_no_failure():
+    """Such a provider is merely busy, and charges nothing."""
+    budget = Budget(1.0)
+    overloaded = http({"error": {"message": 'AnthropicError - {"type": "overloaded_error"}'}}, 500)
+    fields = {"price": [0, 10], "params": {"max_tokens": 1000}, "budget": budget}
+    with OddServer([overloaded] * 7 + [http(GOOD)]) as server:
+        assert worker(server, timeout=QUICK, **fields).chat(CHAT).text == "Because."
+    assert budget.left == pytest.approx(1 - 20e-6)
 
 
 def test_the_wait_that_is_asked_for_is_kept():
