@@ -1742,6 +1742,12 @@ def main(argv: list[str]):
     if is_server:
         demand_budget(pool, settings.budget, 1000, "serving")
     workers = numbers_of(settings.only, pool) or None
+    if spec in LOCAL:
+        print(
+            'the workers are small programs for questions such as "What is 3 + 4?"; '
+            "to ask language models, say --pool=FILE.json --conductor=WORKER",
+            file=sys.stderr,
+        )
 
     # Get the Conductor's writer.
     if settings.conductor:

@@ -631,6 +631,7 @@ def test_a_question_is_answered_right_after_the_clone(tmp_path):
     status, out, err = command("What is the atomic number of nickel - treinta?", cwd=tmp_path)
     assert status == 0
     assert "\nAnswer: -2\n" in out, err
+    assert "--pool=FILE.json --conductor=WORKER" in err  # how to ask anything else
 
 
 def test_a_question_may_come_from_standard_input_for_a_part_of_the_pool(tmp_path):
