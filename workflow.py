@@ -1304,7 +1304,7 @@ def choose_pool(checkpoint: str, pool: str) -> str:
         prompting, trained_spec, names = read_prompting(checkpoint)
     except OSError as e:
         raise ValueError(
-            f"{e}\ntrain.py trains one; with --conductor=WORKER an LLM of the pool conducts"
+            f"{e}\ntrain.py trains a Conductor; workflow.py --conductor=WORKER needs none"
         )
     if not pool and trained_spec not in ("", *LOCAL):
         spec = printable(trained_spec)
