@@ -1386,8 +1386,8 @@ CHARACTERS = str.maketrans(
     | {"½": r"\frac12", "⅓": r"\frac13", "⅔": r"\frac23", "¼": r"\frac14", "¾": r"\frac34"}
     | {"√": r"\sqrt ", "∛": r"\sqrt[3] ", "∅": "⦃⦄", "¢": " cents"}
 )
-# Raised digits and signs, lowered digits, and their replacements
-RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
+# Superscript digits and signs, subscript digits, and their replacements
+SCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 
 # LaTeX command without its backslash -> its replacement, mostly a single character: "le" -> "≤".
 # Most rows come from Python's table of HTML entities, whose names are mostly the same as LaTeX's.
@@ -1422,10 +1422,10 @@ RULES = [
     (r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
     # Braces around the answer: {5} -> 5
     (rf"^\s*\{{({IN_BRACES})\}}\s*$", r"\1"),
-    # Raised digits and signs: x² -> x^{2} and 10⁻³ -> 10^{-3}
-    (r"[⁰¹²³⁴-⁻]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
-    # Lowered digits: CO₂ -> CO_{2}
-    (r"[₀-₉]+", lambda m: "_{" + m[0].translate(RAISED) + "}"),
+    # Superscripts: x² -> x^{2} and 10⁻³ -> 10^{-3}
+    (r"[⁰¹²³⁴-⁻]+", lambda m: "^{" + m[0].translate(SCRIPTS) + "}"),
+    # Subscripts: CO₂ -> CO_{2}
+    (r"[₀-₉]+", lambda m: "_{" + m[0].translate(SCRIPTS) + "}"),
     # Dollar signs and ties become spaces: $x$, 5~cm
     (r"(?<!\\)\$|(?<=[\w.,;)}{])~", " "),
     # Repeating decimals: 0.1\overline{6} -> (15/90)
@@ -2507,7 +2507,7 @@ def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Pro
 def can_teach(right: np.ndarray) -> np.ndarray:
     """Return a bool for each problem: True if one worker is always right and another always wrong.
 
-    On any other problem, differences between workers may be luck, so the problem teaches little
+    On any other problem, any differences between workers may be luck, so the problem teaches little
     about which worker to choose.
 
     Args:

@@ -42,8 +42,8 @@ GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters 
 def advantages(rewards, mask=None):
     """Return the advantage (r - mean) / std of each reward within its group (Eq. 2).
 
-    In the first group, two of the four rollouts are right (mean 0.75, standard deviation 0.25).
-    In the second group, all four are wrong:
+    For example, let right answers get 1 and wrong ones 0.5. Two of the first group's four rollouts
+    are right (mean 0.75, standard deviation 0.25), and none of the second group's:
 
         advantages([[0.5, 0.5, 1.0, 1.0],          [[-1, -1, 1, 1],
                     [0.5, 0.5, 0.5, 0.5]])    ->    [ 0,  0, 0, 0]]

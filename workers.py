@@ -295,8 +295,8 @@ class Worker:
     def find_route(self) -> tuple:
         """Return urllib3's connection pool for the server, and the path or URL to post to.
 
-        requests.post would read the proxies and certificates from the environment again for every
-        call, which takes half of a call's CPU time. `find_route` runs only once per worker.
+        requests.post would look up the proxies and the CA bundle in the environment on every call,
+        which would take half of a call's CPU time. `find_route` runs only once per worker.
         """
         request = requests.Request("POST", self.url).prepare()
         is_own = re.match(LOOPBACK, self.base_url)
@@ -532,7 +532,7 @@ def openai_reply(data: dict) -> tuple:
         # nothing.
         cost = 0.0 if error or finish == "error" else None
         raise Failure(f"the provider failed midway: {error or finish}", wait=0.0, cost=cost)
-    # Gemini sends no message if its thoughts took all the tokens, or a filter blocked the answer.
+    # Gemini sends no message if its thoughts took all the tokens or a filter blocked the answer.
     message = choice["message"] if finish in (None, "stop") else choice.get("message") or {}
     text = message.get("content") or message.get("refusal") or ""
     if isinstance(text, list):  # Mistral's thinking models send a list of parts.
