@@ -200,10 +200,10 @@ def with_instructions(problem: Problem) -> Problem:
 def split_of_file(file: str, split: str) -> list[Problem]:
     """Return the train or test split of the problems in a user's file.
 
-    From 20 different questions on, a hash of each question decides, not its line or its grader:
-    about a fifth of the questions are for testing, and stay so when the file is edited. A smaller
-    file serves as both splits. The problems are interleaved (see `interleave`), since the file may
-    be sorted by kind.
+    If the file has at least 20 different questions, only a hash of a question's text decides its
+    split: about a fifth of the questions are for testing, and stay so when the file is edited. A
+    smaller file serves as both splits. The problems are interleaved (see `interleave`), since the
+    file may be sorted by kind.
     """
     problems = read_problems(file)
     hashes = {hash_of(problem.question) for problem in problems}
@@ -353,7 +353,7 @@ def new_rollouts(problems: list[Problem], pools: list, prefix: str) -> list[Roll
 def run_and_judge(rollouts: list[Rollout], what: str, call=call_worker) -> list[Rollout]:
     """Run the workflows already set in the rollouts, judge the answers, and return the rollouts.
 
-    what: The text to show before the progress.
+    what: The label of the progress bar.
     """
     with progress(what, rollouts) as bar:
         return roll_out(
@@ -659,7 +659,10 @@ SYSTEMS = {
 
 
 def named_systems(names: str) -> dict[str, System]:
-    """Return {name: entry} for --systems, which lists keys of SYSTEMS and entries FILE.py:NAME."""
+    """Return {name: entry} for the systems that --systems lists.
+
+    Each is listed as a key of SYSTEMS or as FILE.py:NAME.
+    """
     systems = {}
     for word in names.split(","):
         spec = word.strip()
@@ -795,7 +798,7 @@ def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
 
 
 def workers_alone(played: dict[str, list[Rollout]]) -> dict[str, list[Rollout]]:
-    """Return {row label: rollouts} of the system "workers", in which one worker answers."""
+    """Return {row label: rollouts} for the rows in which one worker answers on its own."""
     return {label: rollouts for label, rollouts in played.items() if label.startswith("workers ")}
 
 
@@ -1085,9 +1088,9 @@ def print_with_legend(text: str):
 def table(rows: dict[str, dict], title: str = "") -> str:
     """Return rows of `measure` as a text table of at most WIDTH characters per line.
 
-    "?" stands for None, and a cell without a value is blank. Columns that do not fit go into
-    further tables, as does the accuracy of each kind if there are several. Rows that would be blank
-    are left out.
+    "?" stands for None. A cell is blank if its row lacks the column. Columns that do not fit go
+    into further tables, as does the accuracy of each kind if there are several. Rows that would be
+    blank are left out.
     """
     present = dict.fromkeys(itertools.chain(*rows.values()))
     kinds = [key for key in present if key not in COLUMNS]
@@ -1157,10 +1160,11 @@ def progress(what: str, items: Sequence) -> tqdm:
 #
 # The math and short graders take four steps: find the answer in the response, normalize the
 # spelling of the answer and of the gold answer, split both into parts, and compare the values of
-# the parts. An answer that can be read in several ways matches only the same normalized spelling.
-# Of the built-in graders, only code and unittest run responses, in the sandbox unless it is off.
+# the parts. An answer that can be read in several ways is right only if its normalized spelling is
+# that of the gold answer. Of the built-in graders, only code and unittest run code from responses.
+# They run it in the sandbox, unless --sandbox=none.
 
-LONGEST = 1000  # characters; a longer math or short answer is compared only as a text
+LONGEST = 1000  # characters; a longer math or short answer is compared only as text
 
 # Step 1: find the answer in the response
 
@@ -1685,7 +1689,7 @@ class Expression:
         while True:
             sign = self.tokens[0]
             # A letter, "(" or command that follows directly multiplies: 2x, 2(x), 2\sqrt{x}.
-            # OPERATORS lists "(" and "\", too. At a token that it lacks, the expression ends.
+            # OPERATORS lists "(" and "\", too. Any other token ends the expression.
             side_by_side = (3, operator.mul) if sign in self.known else (0, None)
             strength, function = OPERATORS.get(sign[0], side_by_side)
             if strength < weakest:
@@ -1851,7 +1855,7 @@ def same_quantity(answer: str, gold: str, tolerance: float) -> bool:
     number, whole = split_unit(answer)
     gold_number, gold_whole = split_unit(gold)
     pairs = {(whole, gold_whole)}
-    # Compare the numbers alone if one of the two has no unit to leave out.
+    # Also compare the numbers without units if one of the two has no unit that can be removed.
     if number == whole or gold_number == gold_whole:
         pairs.add((number, gold_number))
     if "°" not in answer + gold:  # letters may be variables, not units, as g in \frac{1}{2} g
@@ -2046,8 +2050,8 @@ class Grader(NamedTuple):
     check: Callable  # check(problem, response) -> "" if right, else what is wrong, shown in traces
     # agree(problem, one, other) -> whether two responses give the same answer; used in votes
     agree: Callable = same_response
-    # True: check_problem refuses a problem whose gold answer the grader rejects. Not for functions
-    # that may call a model, nor for programs, which have no gold answer.
+    # True: check_problem refuses a problem whose gold answer the grader rejects. Keep False for
+    # functions that may call a model, and for programs, which have no gold answer.
     must_accept_gold: bool = False
 
 
@@ -2920,8 +2924,8 @@ def find_failed_unittest(code: str, test: str, code_prompt: str, seconds: float 
     """Run a BigCodeBench problem's unit tests on a solution. Return why it failed, "" if it passed.
 
     As in bigcodebench/evaluate.py, code_prompt and `pass` come before the solution, and the
-    libraries listed in Requirements/requirements-eval.txt must be installed. Do not train on
-    BigCodeBench, because a solution could patch unittest.
+    libraries listed in BigCodeBench's Requirements/requirements-eval.txt must be installed. Do not
+    train on BigCodeBench, because a solution could patch unittest.
 
     Args:
         seconds: time limit of all tests together
@@ -2978,7 +2982,7 @@ class Settings:
         "the local pool that its Conductor was trained with, and `prepare` calls no workers",
     )
     limit: int = flag(225, "the maximum number of problems of each benchmark")
-    repeats: int = flag(1, "how many times to ask each problem")
+    repeats: int = flag(1, "how many times each system answers each problem")
     extra_rounds: int = flag(
         0, "maximum rounds after the first, in which a Conductor may revise the answer (§3.2)"
     )

@@ -82,7 +82,7 @@ def named(word: str) -> tuple[str, str]:
 
 
 def rolling_mean(values: list) -> list[float]:
-    """Replace each value by the mean of the last ten known values up to it. None means unknown.
+    """Return, for each value, the mean of the last ten known values up to it. None means unknown.
 
     >>> rolling_mean([None, 0.0, 1.0])
     [nan, 0.0, 0.5]
@@ -262,7 +262,9 @@ def compare_runs(words: list[str]) -> str:
 
 
 def print_ends(words: list[str]):
-    """Print each finished run's results; for several, also the mean and deviation of accuracy."""
+    """Print the results of finished runs, and the mean and standard deviation of their accuracy.
+
+    The mean and the standard deviation are printed only if at least two runs are finished."""
     accuracies = []
     for name, run in map(named, words):
         if not os.path.exists(f"{run}/test.json"):
@@ -282,7 +284,8 @@ def print_ends(words: list[str]):
 def trace_files(run: str) -> list[str]:
     """Return the files that hold a run's rollouts, one file per iteration, oldest first.
 
-    If there are no files, return the name of the first one, so that `read` says what is missing."""
+    If there are none yet, return the name that the first one will have, so that `read` reports that
+    this file is missing."""
     return sorted(glob.glob(f"{run}/traces/*.jsonl")) or [f"{run}/traces/00000.jsonl"]
 
 

@@ -88,7 +88,7 @@ AGENTS = 5  # the maximum number of agents in a shape of collaboration (see `sha
 
 
 def shapes() -> list[list[tuple[str, list[int]]]]:
-    """Return the shapes: one agent alone; chains, reflections and debates of 2 to AGENTS agents.
+    """Return all shapes: an agent alone, and chains, reflections and debates of 2 to AGENTS agents.
 
     A shape lists its agents in order. Each agent is a pair: its subtask, and the numbers of the
     earlier agents whose responses it sees.
