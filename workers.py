@@ -114,8 +114,8 @@ class Worker:
     headers: dict = field(default_factory=dict, repr=False)  # override the usual headers
     # Dollars per million tokens, [input, output]. None: unknown, or 0 for a Python function.
     price: list | None = None
-    # Maximum number of simultaneous calls of this process. `load_pool` divides the pool's number
-    # among the ranks, but gives each at least 1.
+    # Maximum number of simultaneous calls from this process. `load_pool` divides the number in the
+    # pool's file among the ranks, but gives each at least 1.
     concurrency: int = 16
     # Seconds per attempt. After 3 * timeout seconds, a call starts no new attempt.
     timeout: int | float = 600
@@ -250,7 +250,7 @@ class Worker:
         answer is ignored, and its thread may continue until the program ends.
 
         Raises Failure if the function raises an exception, TimeoutError if it takes too long, and
-        TypeError if it returns something else.
+        TypeError if it returns anything but a text or a well-formed Reply.
         """
         future = Future()
 
@@ -349,7 +349,7 @@ EXHAUSTED = (
     "|PerDay|per-day|API usage limits|(spend|usage)_limit_|monthly spending cap"
     "|credit_balance_exhausted|used all available credits|insufficient balance"
     "|exceeded_current_quota|budget_exceeded|crossed budget|budget limit reached"
-    "|error-codes/api-errors"  # a link, which litellm quotes without OpenAI's code
+    "|error-codes/api-errors"  # a link in OpenAI's message, which litellm keeps; it drops the code
 )
 # DashScope writes insufficient_quota with a link to this section if too many tokens were sent in
 # the last minute.
@@ -375,7 +375,7 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
     data = None
     with contextlib.suppress(ValueError, RecursionError):
         data = json.loads(text)
-    if response.status >= 300 or find(data, "error"):  # A success may hold an error, too.
+    if response.status >= 300 or find(data, "error"):  # Status 200 may come with an error, too.
         raise failed_response(worker.url, response, find(data, "error", "code"), text)
 
     try:
@@ -497,7 +497,7 @@ def fits(value, pattern: str) -> bool:
 
 
 def without_surrogates(text: str) -> str:
-    """Replace each lone surrogate, such as half an emoji, with "?". UTF-8 cannot encode it."""
+    """Replace each lone surrogate (half an emoji, say), which UTF-8 cannot encode, with "?"."""
     return text.encode(errors="replace").decode()
 
 
@@ -672,7 +672,8 @@ def load_function(spec: str):
     raises a RuntimeError instead. So a function that calls sys.exit ends neither the program nor
     the calling thread. Ctrl-C still ends the program.
 
-    Raises ValueError if the file cannot be run or has no such function, or if it is async.
+    Raises ValueError if the file cannot be run or has no such function, or if the function is
+    async.
     """
     function = load_name(spec)
     if not callable(function):
@@ -924,8 +925,8 @@ class Replay:
         """Return a hash of the worker, the messages, the parameters and the call's id.
 
         Of the worker, the hash covers the name, the protocol, the URL (or `world`) and the model.
-        For a Python function, it also covers the content of the function's file, but not of the
-        modules that the file imports. Ids that begin with a non-empty `share` are left out.
+        For a Python function, it also covers the function's name and the content of its file, but
+        not the modules that the file imports. Ids that begin with a non-empty `share` are left out.
         """
         is_shared = self.share and call_id.startswith(self.share)
         call = [
@@ -1076,13 +1077,13 @@ SPELLINGS = {  # words in a question -> (a coder's instruction, what the coder d
     "thinned out": ("Leave out the vowels.", lambda word: re.sub("[aeiouAEIOU]", "", word)),
 }
 
-# A worker with a trade always follows an instruction of that trade, and never an unknown one. In
-# the two cases below, it does its trade's work in only this share of the calls. Whatever the
-# instruction, a junior or tired worker loses the thread in some calls; see SKILL.
+# Unless it has lost the thread (see SKILL), a worker with a trade always follows an instruction of
+# that trade, and never an unknown one. In the two cases below, it does its trade's work in only the
+# given share of the calls.
 VAGUE_WORKS = 0.7  # The instruction is vague or missing.
 OTHERS_WORK = 0.3  # The instruction belongs to a different trade.
 VAGUE = ("Work it out.", "Find the value.")
-SOLVE_IT = "Solve the question."  # also vague; the default subtask of eval.py's systems
+SOLVE_IT = "Solve the question."  # also vague; used by eval.py's fixed workflows and --ablate
 
 NUMERALS = """
 uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis
@@ -1222,7 +1223,6 @@ def rewrite(text: str, trade: str, instruction: str) -> str:
     """
     pattern, works = TRADES[trade]
     rewritten = re.sub(pattern, works[instruction], text)
-    # "What is 7?" becomes "7".
     answer = re.sub(r"^(?:What is|Find|Tell me|Give me) (\S+)[?.]\Z", r"\1", rewritten)
     return answer if rewritten != text else ""
 
@@ -1381,10 +1381,10 @@ def content_security_policy(page: bytes) -> str:
 class Handler(BaseHTTPRequestHandler):
     """Answer the requests of one connection as OpenAI's API does.
 
-    Subclasses must define `models` and `complete()`, which reads `self.body`. Each message in it is
-    {"role": role, "content": text}, where the role is "system", "user" or "assistant". `complete`
-    must either raise Refusal or call `reply` once. If body["stream"] is true, `complete` may first
-    call `send_event` and `send_comment` any number of times.
+    Subclasses must define `models` and `complete()`, which reads `self.body`. Each of the body's
+    messages is {"role": role, "content": text}, where the role is "system", "user" or "assistant".
+    `complete` must either raise Refusal or call `reply` once. If body["stream"] is true, `complete`
+    may first call `send_event` and `send_comment` any number of times.
     """
 
     protocol_version = "HTTP/1.1"

@@ -4,7 +4,7 @@
     python workflow.py "a question" --pool=mine.json --checkpoint=DIR [--extra_rounds=1]
     python workflow.py "a question" --pool=mine.json --conductor=WORKER  # an LLM conducts
     python workflow.py serve [the same flags]  # an OpenAI-compatible server
-    python workflow.py show FILE               # list the rollouts in a run's traces/*.jsonl
+    python workflow.py show FILE               # list the rollouts in one of a run's traces/*.jsonl
     python workflow.py show FILE N             # show the rollout on line N
     python workflow.py show --examples FILE …  # print few-shot examples for train.py --examples
 
@@ -307,8 +307,8 @@ class Prompting:
     """How a Conductor is prompted. A checkpoint stores these fields in conductor.json."""
 
     # ood, in, mixed: few-shot examples from other tasks, the same tasks, or both (Table 4).
-    # zero-shot: no examples. short: the laptop preset's prompt, which states the pool, max_steps
-    # and the question, but does not explain the format of a workflow: the warm start teaches that.
+    # zero-shot: no examples. short: only the pool, max_steps and the question, without an
+    # explanation of the format of a workflow, which a warm start must teach.
     prompt_style: str = "ood"
     max_steps: int = 5
     max_new_tokens: int = 1024
@@ -348,7 +348,7 @@ SHORT_AGAIN = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
 
 
 def numbers_from(workers: int | list[int]) -> list[int]:
-    """Return workers' numbers, given either these numbers or the number of workers."""
+    """Return a list of workers' numbers, given either the list itself or how many workers exist."""
     return [*range(workers)] if isinstance(workers, int) else workers
 
 
@@ -964,8 +964,9 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
     """Return a writer that samples workflows from a local model.
 
     A workflow depends on the seed, the prompt and the rollout's number, but not on rollouts with
-    other prompts in the batch. Rollouts with the same prompt, but different call prefixes, form
-    separate groups. If two such groups have the same size, their workflows differ.
+    other prompts in the batch. If the same prompt occurs with two call prefixes, its rollouts form
+    two groups. If the groups have the same size, their random draws differ, even for rollouts with
+    the same number.
     """
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
@@ -1357,8 +1358,8 @@ def numbers_of(names: str, pool: list) -> list[int]:
 CONDUCTING = 256  # the maximum number of requests that are conducted at the same time
 WAITING = 1024  # the maximum number of further requests that wait for their turn
 # Regular expression for the beginning of an error -> (HTTP status, OpenAI's error code). The first
-# one that matches decides. What a provider says never stands at the beginning of an error: the
-# name of its worker precedes it.
+# one that matches decides. An error never begins with a provider's words, because the name of the
+# worker precedes them.
 ERRORS = {
     r"(step \d+: )?the budget of \$": (402, "insufficient_quota"),
     "the prompt has more tokens than the Conductor": (400, "context_length_exceeded"),
@@ -1396,7 +1397,7 @@ class ConductorHandler(Handler):
     public_paths = ("/",)
 
     def page(self, path: str):
-        """Return the content at a path: the page, the run that it shows, or what Handler serves."""
+        """Return the content at a path: the page, a file of its run, or what Handler serves."""
         service = self.server.service
         if path == "/":
             with open(os.path.join(ASSETS, "page.html"), "rb") as file:
@@ -1432,7 +1433,7 @@ class ConductorHandler(Handler):
             self.log(self.body["model"], outcome, last, time.monotonic() - started)
 
     def question(self, messages: list[dict]) -> Rollout:
-        """Return a rollout of the last user message, with the other messages as its context.
+        """Return a rollout for the last user message, with the other messages as its context.
 
         Assistant messages after the last user message are left out: they are the beginning of an
         answer, and the answer is written anew.
@@ -1694,7 +1695,7 @@ USAGE = (
 
 
 def show_words(words: list[str], examples: bool) -> str:
-    """Return the text that `show` prints, given the command-line words after "show"."""
+    """Return what `workflow.py show` prints, given the command-line arguments after "show"."""
     if not words or len(words) > 2 and not examples:
         raise ValueError(f"show takes a FILE of traces and perhaps a line's number; {USAGE}")
     if examples:
@@ -1707,10 +1708,10 @@ def show_words(words: list[str], examples: bool) -> str:
 
 
 def question_of(words: list[str]) -> str:
-    """Return the question: the only word of the command line or, without words, standard input.
+    """Return the question: the only command-line argument or, if there is none, standard input.
 
-    A single word of letters a to z, such as `server`, is more likely a misspelt command than a
-    question, so it is refused.
+    Flags do not count. An argument made up of the letters a to z, such as `server`, is more likely
+    a misspelt command than a question, so it is refused.
     """
     question = ""
     if len(words) == 1 and not re.fullmatch("[A-Za-z]+", words[0]):
@@ -1784,7 +1785,7 @@ def answer(asked: Rollout, write, max_steps: int, extra_rounds: int):
     [rollout] = conduct(write_aloud, [asked], extra_rounds, max_steps, call=call)
     print(view(rollout), flush=True)
     calls = sum(worker.calls for worker in asked.pool)
-    if calls > rollout.calls:  # A worker conducted. Print the totals that include these calls.
+    if calls > rollout.calls:  # A worker conducted. Print totals that include its calls.
         spent = [worker.spent for worker in asked.pool]
         cost = "unknown cost" if None in spent else f"${sum(spent):.4f}"
         print(f"with the Conductor's: {calls} calls, {cost}", flush=True)
