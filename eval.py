@@ -108,8 +108,8 @@ def require(condition, otherwise: str):
 
 # ---- Problems: from the laptop world, from benchmarks, and your own ------------------------------
 
-# The folder for downloaded data sets, prepared problems and, unless --replay names a file, replies.
-# The path is relative to the current directory.
+# The folder for downloaded data sets, prepared problems and, by default, the replies that are kept
+# for --replay. The path is relative to the current directory.
 DATA = "data"
 
 
@@ -518,7 +518,7 @@ def conductor(
         max_steps: The maximum number of steps; a longer workflow is invalid.
         extra_rounds: The maximum number of rounds after the first, in which the Conductor may
             revise the answer (§3.2).
-        edit: edit(workflow) -> workflow changes each workflow before it runs, for ablations.
+        edit: edit(workflow) returns a changed workflow to run instead, for ablations.
         tries: The maximum number of attempts at a valid workflow in each round.
         only: Comma-separated names of the workers the Conductor may use (§3.2); "" allows all.
     """
@@ -807,7 +807,7 @@ def best_worker(alone: dict[str, list[Rollout]]) -> str:
 
 
 def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
-    """Halve the problems; for each half, return its rollouts by the other half's best worker.
+    """Return each half's rollouts by the worker that is best on the other half of the problems.
 
     If the same answers both choose a worker and measure its accuracy, that accuracy is partly luck.
     So the worker that is measured on one half is chosen on the other. A hash of a problem's id

@@ -109,8 +109,8 @@ SHAPES = shapes()
 def build(choices: list[int]) -> Workflow:
     """Return the workflow that assigns workers to the agents of a shape.
 
-    choices: The shape's index in SHAPES, then AGENTS pool numbers of workers. Workers beyond the
-        shape's number of agents are ignored.
+    choices: The shape's index in SHAPES, then the pool numbers of AGENTS workers. Workers beyond
+        the shape's number of agents are ignored.
     """
     shape, *workers = choices
     steps = []
