@@ -1366,8 +1366,8 @@ def cut(text: str, stops: list[str]) -> str:
 def content_security_policy(page: bytes) -> str:
     """Return the value of a header that limits what an HTML page may load and run.
 
-    The page may run and apply the scripts and styles that it contains, connect to its own server,
-    and show images with data: URLs.
+    The page may use the scripts and styles that it contains, connect to its own server, and show
+    images with data: URLs.
     """
     texts = re.findall(rb"<(?:script|style)>(.*?)</(?:script|style)>", page, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in texts]
@@ -1424,7 +1424,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.is_local and not re.match(LOOPBACK, f"http://{host}"):
             raise Refusal(403, "this server is for programs on its machine: send Host: localhost")
         if self.server.api_key and path not in self.public_paths:
-            # Encoding as Latin-1 undoes the decoding of http.server.
+            # Encoding as Latin-1 undoes http.server's decoding.
             given = self.headers.get("Authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, f"Bearer {self.server.api_key}".encode()):
                 sentence = "send this server's key, as Authorization: Bearer KEY"
