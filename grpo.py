@@ -50,8 +50,8 @@ def advantages(rewards, mask=None):
 
     Args:
         rewards: (Q, G), the rewards of the G rollouts of each of Q questions.
-        mask: (Q, G), False for each lost rollout. Lost rollouts are left out of the mean and the
-            standard deviation, and their advantage is 0.
+        mask: (Q, G), False for each rollout without a reward. These rollouts are left out of the
+            mean and the standard deviation, and their advantage is 0.
 
     Returns:
         (Q, G) in fp32. A group of equal rewards gets zeros.
@@ -61,7 +61,7 @@ def advantages(rewards, mask=None):
     count = mask.sum(1).clamp(min=1)  # (Q)
     mean = (rewards * mask).sum(1) / count  # (Q)
     centred = (rewards - mean[:, None]) * mask  # (Q, G)
-    # Equal rewards differ from their mean by rounding only.
+    # Equal rewards may differ from their mean by rounding: set such differences to 0.
     rounding = 1e-6 * mean.abs().clamp(min=1)  # (Q)
     centred[centred.abs() < rounding[:, None]] = 0.0
     std = ((centred**2).sum(1) / count).sqrt()  # (Q); the sum is divided by count, not count - 1
@@ -72,10 +72,10 @@ def set_advantages(questions: list[list[list[Rollout]]], cost_weight=0.0):
     """Set the `advantage` of every rollout (Eq. 2).
 
     A trajectory is a list of one rollout or, with recursion (§3.2), of a first round and the second
-    round that continues it. All rounds of a trajectory get its advantage. If two trajectories of a
-    question have the rewards [1, 0.5] and [0, 1], the sums are 0.25 + 0.5 and 0 + 1, because a
-    first round counts a quarter, and the advantages are -1 and 1. If none of a question's
-    trajectories has a second round, their rewards count in full.
+    round that continues it. All rounds of a trajectory get its advantage. A first round's reward
+    counts a quarter: if two trajectories of a question have the rewards [1, 0.5] and [0, 1], the
+    sums are 0.25 + 0.5 and 0 + 1, and the advantages are -1 and 1. If no trajectory of the question
+    has a second round, rewards count in full.
 
     Args:
         questions: For each question, its trajectories. If the reward of a round is None, the
@@ -220,9 +220,9 @@ def update(
             A completion that exceeds the budget gets a micro-batch to itself.
 
     Returns:
-        {name: number}: the mean of each of STATISTICS over the tokens of all ranks' rollouts whose
-        advantage or KL weight is not 0 (None if there are none), grad_norm before clipping, and
-        skipped, which is 1 if the step was skipped and 0 otherwise.
+        {name: number}. Each of STATISTICS is a mean over the tokens of the rollouts, on all ranks,
+        whose advantage or KL weight is not 0 (None if there are none). grad_norm is the gradient's
+        norm before clipping. skipped is 1 if the step was skipped and 0 otherwise.
     """
     # Rollouts whose advantage and KL weight are both 0 have no gradient. They still count in Eq. 1,
     # which divides by the number of all rollouts.
@@ -384,7 +384,7 @@ def attend_in_turn(q, k, v, lengths: list[int], n_seen: list[int]):
 
     k and v (S, Hkv, D) hold the keys and values that the pieces attend to, one piece after another.
     Neighbouring pieces that have equal numbers of tokens and equal numbers of keys share one call.
-    The arguments are fp32, because the fused kernel's backward pass is slow in bf16 on a CPU.
+    q, k and v are fp32, because on a CPU, torch's attention has a slow backward pass in bf16.
     """
     # Each batch is (number of pieces, tokens in a piece, keys that the piece's last token sees).
     batches = []

@@ -1,8 +1,8 @@
 """Qwen2.5, dense Qwen3 and Llama in PyTorch: config, layers, tokenizer, Hugging Face checkpoints.
 
 The class Qwen covers all three model types. They differ in which layers have biases, in whether
-queries and keys are normalized, and in the size of a head. Config's fields describe these
-differences.
+queries and keys are normalized, in the size of a head, and in the scaling of RoPE. Config's fields
+describe these differences.
 
 Except for LoRA's matrices, parameters have the same names as in Hugging Face's checkpoints.
 Attention is a function, `attend`, that a caller can replace: sample.py passes a function with a KV
@@ -86,8 +86,9 @@ class Config:
         rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
         # Copy the RoPE settings to the top level. transformers 5 writes them, including rope_theta,
         # to rope_parameters. Older versions write rope_theta to the top level and the rest to
-        # rope_scaling, in which rope_type may be called `type`. If a file has both, somebody has
-        # added rope_scaling by hand, so it takes precedence, as it does in transformers.
+        # rope_scaling, in which rope_type may be called `type`. If a file has rope_parameters and
+        # rope_scaling, somebody has added the latter by hand, so it takes precedence, as it does in
+        # transformers.
         found = found | {"rope_type": rope.get("type", "default")} | rope
         refuse_unknown(file, found)
 
@@ -98,7 +99,7 @@ class Config:
         if missing:
             raise ValueError(f"{file} does not say {', '.join(missing)}")
 
-        # Keep what `stretch` uses, and rope_type, which save_pretrained writes to config.json.
+        # Keep what `stretch` uses, and rope_type, which a saved model's config.json must have.
         found["rope_scaling"] = None
         if found["rope_type"] == "llama3":
             found["rope_scaling"] = {key: found[key] for key in ("rope_type", *LLAMA3_ROPE)}
@@ -162,8 +163,8 @@ def is_worth_fusing(x) -> bool:
     """Return whether to compile a function of x, instead of running one kernel per operation.
 
     Calling a compiled function costs about 0.1 ms of CPU time. If x is large, this time is hidden,
-    because the GPU is busy for longer. In inference mode, which only the sampler uses, x may be
-    small: the sampler rarely makes such calls, because it replays its steps as CUDA graphs.
+    because the GPU is busy for longer. In inference mode, which only the sampler uses, functions of
+    a small x are compiled, too: the sampler rarely calls them, because it replays CUDA graphs.
     """
     return in_bf16_on_gpu(x) and (torch.is_inference_mode_enabled() or x.numel() >= FUSE_FROM)
 
@@ -213,8 +214,8 @@ def rotary(positions, config: Config):
         positions: the integer position of each token, (B, T).
 
     Returns:
-        cos and sin, (B, 1, T, D) each. The two halves of D hold the same angles. The first half of
-        sin is negated, because `rotate` needs the negative sine there.
+        cos and sin, (B, 1, T, D) each. Both halves of D are for the same D/2 angles. The first half
+        of sin is negated, because `rotate` needs the negative sine there.
     """
     channels = torch.arange(0, config.head_dim, 2, device=positions.device)  # (D/2,)
     frequency = config.rope_theta ** -(channels.float() / config.head_dim)  # radians per token
@@ -384,9 +385,9 @@ def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     W becomes W + B A, computed in fp32 and stored in W's dtype. All other tensors are shared with
     `state`.
 
-    Merge only a finished model, because an element of B A that is less than half the distance from
-    W to the next number of W's dtype is rounded away. In bf16, this distance is 1/256 to 1/128 of
-    W, often more than the first steps of training add.
+    Merge only a finished model: an element of B A is rounded away if it is less than half the
+    distance from W's element to the next number that W's dtype can hold. In bf16, this distance is
+    1/256 to 1/128 of the element, often more than the first steps of training add.
     """
     merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, A in state.items():
@@ -627,7 +628,7 @@ TINY = 10_000_000
 
 
 def dtype_for(config: Config, device) -> torch.dtype:
-    """Return the dtype that a model computes in, in training as well as in sampling."""
+    """Return the dtype in which a model computes, both in training and in sampling."""
     return torch.float32 if count_parameters(config) < TINY else compute_dtype(device)
 
 
@@ -641,7 +642,7 @@ def count_parameters(config: Config, lora_rank: int = 0) -> int:
 
 
 def compute_dtype(device) -> torch.dtype:
-    """Return bf16 if the device, a GPU or an x86 CPU, has units for it, else fp32."""
+    """Return bf16 if the device, a GPU or an x86 CPU, has hardware support for it, else fp32."""
     if torch.device(device).type == "cuda":
         has_units = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -888,11 +889,12 @@ QWEN_WORDS = (
 
 
 def has_qwen_tokenizer(folder: str) -> bool:
-    """Return whether a folder's tokenizer.json prepares text as Qwen2.5's does, or is missing.
+    """Return whether a folder's tokenizer.json normalizes and splits text as Qwen2.5's does.
 
-    With model_type qwen2, transformers 5 reads only the vocabulary and the merges of tokenizer.json
-    and normalizes and splits text as Qwen2.5 does. For any other tokenizer, the ids would silently
-    be wrong, so the model is then saved with model_type llama.
+    Returns True if the file is missing. With model_type qwen2, transformers 5 reads only the
+    vocabulary and the merges from tokenizer.json; it always normalizes and splits text as Qwen2.5
+    does. With any other tokenizer, the ids would silently be wrong, so the model is saved with
+    model_type llama instead.
     """
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(file):
@@ -925,7 +927,7 @@ def fetch(name: str, *patterns: str) -> str:
 
 
 def read_json(file: str) -> dict:
-    """Read a JSON file as a dict. Raises ValueError, naming the file, if that is impossible."""
+    """Read a JSON file as a dict. Raises ValueError, naming it, if it holds no JSON object."""
     with open(file, encoding="utf-8") as f:
         try:
             value = json.load(f)
@@ -955,8 +957,9 @@ def configure(settings, argv: list[str]) -> list[str]:
     `--lr=1e-3` and `--lr 1e-3` set the field `lr`; the text is converted to the type of the field's
     current value. A bool is set by `--resume`, `--no-resume`, `--resume=true` or `--resume=false`.
     Words after `--` are not flags. `--help` prints the docstring of the module that defines the
-    dataclass, and all flags, and exits. An unknown flag or an invalid value prints a line that
-    names the flag and exits with status 2, before any setting is changed.
+    dataclass and a list of all flags, then exits. If a flag is unknown or its value is invalid,
+    a line that names the flag is printed, and the program exits with status 2, before any setting
+    is changed.
     """
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,

@@ -130,8 +130,8 @@ def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, i
     """Return (Q, R): how many prompts a grid holds, and how many of each prompt's n rollouts.
 
     Unless a single rollout needs more, a grid's keys and values, its logits, and what `draw`
-    computes from them take about a fifth of the GPU's memory at most: on a 24 GB card, this leaves
-    room for a 7B model in bf16. On a CPU, the limit is about 2 GiB.
+    computes from the logits take at most about a fifth of the GPU's memory: on a 24 GB card, this
+    leaves room for a 7B model in bf16. On a CPU, the limit is about 2 GiB.
     """
     device = model.device
     limit = 2 << 30  # bytes
@@ -139,8 +139,8 @@ def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, i
         limit = torch.cuda.get_device_properties(device).total_memory // 5
 
     channels = model.config.num_key_value_heads * model.config.head_dim
-    # The bytes that a token, a prompt and a cell take. A cell also has fp32 logits, and on a GPU,
-    # `draw` makes up to three more tensors of their size.
+    # The bytes that a token, a prompt and a cell take. Besides its tokens, a cell has fp32 logits,
+    # and on a GPU, `draw` makes up to three more tensors of their size.
     token = 2 * len(model.model.layers) * channels * cache_dtype(model).itemsize
     prompt = token * padded(longest, device)
     cell = token * padded(max_new_tokens, device) + 16 * model.config.vocab_size
@@ -357,8 +357,8 @@ class Grid:
     """The rollouts that are being sampled, in N = Q*R cells: R cells for each of Q prompts.
 
     Every cell has drawn t tokens. The newest token, which has index t - 1, is not in the cache yet;
-    `decode` feeds it to the model. P is the padded length of the longest prompt, T is the number of
-    places for a cell's own tokens that a step attends to, and V is the size of the vocabulary.
+    `decode` feeds it to the model. P is the padded length of the longest prompt. T is the number of
+    places that a step reads in the cache of a cell's own tokens. V is the size of the vocabulary.
 
     A finished rollout keeps its cell until `compact` drops the cell. So `rollouts`, `seeds` and
     `newest` have one entry for each remaining cell, while `tokens`, `logprobs` and `lengths` have
@@ -525,8 +525,8 @@ class Grid:
         """Drop finished cells.
 
         Prompts whose rollouts have all finished are dropped. All others are cut to R' cells each,
-        where R' is the largest number of running rollouts of any prompt, so some finished rollouts
-        may keep their cells.
+        where R' is the maximum number of running rollouts per prompt, so some finished rollouts may
+        keep their cells.
         """
         # Choose the Q' prompts to keep and, for each of them, R' cells, running ones first.
         is_running = (self.lengths[self.rollouts] == 0).view(self.Q, self.R)

@@ -270,8 +270,8 @@ class Settings:
     )
     dry_run: bool = flag(
         False,
-        "do a trial update (on a GPU, the largest one), print what the run needs and what is "
-        "missing, and exit",
+        "do a trial update (on a GPU, one as large as any of the run's), print what the run needs "
+        "and what is missing, and exit",
     )
 
 
@@ -329,7 +329,7 @@ PRESETS = {
         subset=4,
         warm_steps=1600,
         max_new_tokens=112,
-        beta=0.2,  # as measured; less has not been tried here, nor in PAIRS
+        beta=0.2,  # smaller values have not been tried here or in PAIRS
     ),
 }
 
@@ -370,7 +370,7 @@ GO_ON = "--resume goes on, and asks only for what is missing."
 
 
 def train(settings: Settings):
-    """Run the whole training. Every rank calls this.
+    """Train a Conductor, from the warm start to the final evaluation. Every rank calls this.
 
     The code in this file keeps a contract: random choices depend only on the seed, the iteration
     and the files on disk, and the whole state of a run consists of its newest checkpoint, the
@@ -393,7 +393,7 @@ def train(settings: Settings):
         if groups is None:
             # 1. Roll out: the Conductor writes workflows, workers run them, graders judge.
             groups, reason_to_stop = collect_rollouts(run, settings, iteration)
-            torch.cuda.empty_cache()  # blocks cached by sampling have wrong sizes for learning
+            torch.cuda.empty_cache()  # blocks cached by sampling have the wrong sizes for learning
             if reason_to_stop:
                 save_and_leave(run, settings, iteration, reason_to_stop)
 
@@ -410,7 +410,7 @@ def train(settings: Settings):
 
         # 3. Update the policy (Eq. 1).
         reports = learn(run, groups, settings, iteration)
-        torch.cuda.empty_cache()  # blocks cached by learning have wrong sizes for sampling
+        torch.cuda.empty_cache()  # blocks cached by learning have the wrong sizes for sampling
         seconds = {
             "rollout_s": rolled_out - started,
             "learning_s": time.perf_counter() - rolled_out,
@@ -975,9 +975,10 @@ def set_up(settings: Settings) -> Run:
 
 
 def check_or_leave(settings: Settings, start: str):
-    """End the program if anything is missing that the run needs. A dry run always ends here.
+    """End the program if anything is missing that the run needs.
 
-    `start` is the model that the run starts from, "" for a new tiny one.
+    A dry run always ends here, after `try_run` if the model's shape is known. `start` is the
+    model that the run starts from, "" for a new tiny one.
     """
     evaluation.use_sandbox(settings.sandbox)
     config, entries, missing = on_rank0(lambda: preflight(settings, start))
@@ -1191,10 +1192,11 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
 
 
 def print_results(run: Run, settings: Settings):
-    """Print eval.py's table, which compares the Conductor, each worker alone and random workflows.
+    """Print how to ask the Conductor a question, then eval.py's table of results.
 
-    With --shuffle, first prints the Conductor's accuracy with shuffled pools. With --n_test=0, only
-    prints how to ask the Conductor a question. All ranks call this.
+    The table compares the Conductor, each worker alone and random workflows. With --shuffle, the
+    Conductor's accuracy with shuffled pools is printed before the table. With --n_test=0, nothing
+    is measured. All ranks call this.
     """
     pool = "" if settings.pool in LOCAL else f" --pool={settings.pool}"
     print0(f"python workflow.py QUESTION --checkpoint={settings.out}/checkpoint{pool} asks it")
@@ -1336,7 +1338,7 @@ def check_flags(settings: Settings) -> list[str]:
 
 
 def check_workers(settings: Settings, entries: list[dict]) -> list[str]:
-    """Return a sentence for each fault of the pool, or conflict between the pool and a flag."""
+    """Return a sentence for each fault of the pool and each conflict of the pool with a flag."""
     faults = check_pool(entries, settings.budget)
     if settings.notes:
         without = [name_of(entry) for entry in entries if not entry.get("note")]
@@ -1397,7 +1399,7 @@ def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
     )
     cache = layers * kv * n_tokens
     if settings.device == "cuda":
-        cache = min(cache, device_bytes("cuda") / 5)  # the limit that sample.generate sets
+        cache = min(cache, device_bytes("cuda") / 5)  # the limit that sample.grid_shape sets
 
     # While learning: gradients, the layers that FSDP has gathered (with their gradients),
     # activations, and logits.
