@@ -909,8 +909,8 @@ def has_qwen_tokenizer(folder: str) -> bool:
 def fetch(name: str, *patterns: str) -> str:
     """Return the local folder of a checkpoint, after downloading its files if necessary.
 
-    If `name` is not a folder, it is taken for a repository on the Hugging Face hub, such as
-    "Qwen/Qwen2.5-7B", and the files that match any of the patterns are downloaded into Hugging
+    If `name` is not a folder, it must name a repository on the Hugging Face hub, such as
+    "Qwen/Qwen2.5-7B". The files that match any of the patterns are then downloaded into Hugging
     Face's cache. For a gated repository, set HF_TOKEN in the environment. Raises OSError if there
     is no such folder or repository, or if the download fails.
     """

@@ -345,7 +345,7 @@ class Run:
     model: Qwen  # sharded by FSDP
     optimizer: torch.optim.Optimizer
     prompting: Prompting
-    first_iteration: int  # how many iterations the newest checkpoint has learned; 0 in a new run
+    first_iteration: int  # number of iterations before the newest checkpoint; 0 in a new run
     wrong_share: dict[str, torch.Tensor]  # kind of question -> running share of wrong answers
     reference: Qwen | None = None  # the policy that the KL is measured against
     skipped: int = 0  # length of the current streak of steps skipped for a non-finite gradient
@@ -381,8 +381,7 @@ def train(settings: Settings):
     then changes a sampled token.
     """
     run = set_up(settings)  # loads the newest checkpoint, or does the warm start
-    # If the run ended after its newest checkpoint was saved and before it was measured, measure the
-    # checkpoint now.
+    # If the run was stopped between saving its newest checkpoint and measuring it, measure it now.
     measure_held_out(run, settings, run.first_iteration)
     recent = deque(maxlen=10)  # the durations of the last ten iterations, in seconds
     for iteration in range(run.first_iteration, settings.iterations):
@@ -1384,7 +1383,7 @@ def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
     n_trained = count_parameters(config, settings.lora_rank)
     width = dtype_for(config, settings.device).itemsize
     hidden, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
-    kv = 2 * config.num_key_value_heads * config.head_dim * width  # bytes: a token, one layer
+    kv = 2 * config.num_key_value_heads * config.head_dim * width  # bytes per token and layer
 
     # At all times: this rank's share of the trained weights and of Adam's two moments, in fp32 (12
     # bytes for each weight), and of the weights that LoRA freezes; and a whole reference.
@@ -1696,7 +1695,7 @@ def all_gather(mine: list) -> list:
 
 
 def ranks_here() -> int:
-    """Return the number of processes on this machine."""
+    """Return the number of this run's processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -2298,7 +2297,7 @@ def interrupted(settings: Settings):
 
 
 def main(argv: list[str]):
-    """Run the command line.
+    """Run this program with the command-line arguments `argv`.
 
     The exit status is 0 if the run is complete or a dry run finds nothing missing, 1 if the run was
     refused or has stopped early, 2 if the command line is wrong, and 130 after Ctrl-C. torchrun
