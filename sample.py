@@ -233,8 +233,8 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     prompt_lse = torch.empty(N, H, dtype=torch.float32, device=q.device)
 
     # With up to 128 channels, a tile of keys takes at most 16 KB in bf16 and 8 KB in fp32, so that
-    # the kernel fits into shared memory: it needs 88 KB (112 KB on Hopper). GPUs that compute in
-    # bf16 have at least 99 KB (Hopper 227 KB).
+    # the kernel fits into shared memory. In bf16 it needs 88 KB (112 KB on Hopper); GPUs that
+    # compute in bf16 have at least 99 KB (Hopper 227 KB). In fp32 it needs 44 KB of a T4's 64 KB.
     D_PADDED = max(16, triton.next_power_of_2(D))
     tile = 8192 if q.element_size() == 2 else 2048  # elements per tile
 
