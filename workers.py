@@ -163,8 +163,9 @@ class Worker:
         Raises:
             WorkerError: the last attempt failed, or too little of the budget is left. These
                 failures end the call at once: a timeout, a redirect, any other 4xx, an unknown
-                host, an exhausted account, an error with x-should-retry: false, an unreadable
-                reply, and most exceptions in a Python function.
+                host, an untrusted certificate, an exhausted account, an error with
+                x-should-retry: false, an unreadable reply, and most exceptions in a Python
+                function.
         """
         # Replace blank turns, which some APIs, such as Anthropic's, reject.
         messages = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
@@ -342,13 +343,14 @@ class Failure(Exception):
     cost: float | None = None  # dollars; 0.0: certainly not billed; None: may have been billed
 
 
-# Matches what OpenAI, Anthropic, Google, OpenRouter, xAI, Moonshot, Z.ai and litellm write if an
-# account or a key has no money or quota left.
+# Matches what OpenAI, Anthropic, Google, OpenRouter, xAI, Moonshot, Z.ai, Ollama and litellm write
+# if an account or a key has no money or quota left.
 EXHAUSTED = (
     "(?i)insufficient_quota|billing_not_active|credit balance is too low|credits are depleted"
     "|PerDay|per-day|API usage limits|(spend|usage)_limit_|monthly spending cap"
     "|credit_balance_exhausted|used all available credits|insufficient balance"
-    "|exceeded_current_quota|budget_exceeded|crossed budget|budget limit reached"
+    r'|exceeded_current_quota|"1113"|reached your \w+ usage limit'
+    "|budget_exceeded|crossed budget|budget limit reached"
     "|error-codes/api-errors"  # a link in OpenAI's message, which litellm keeps; it drops the code
 )
 # DashScope writes insufficient_quota with a link to this section if too many tokens were sent in

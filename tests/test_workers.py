@@ -661,7 +661,7 @@ def refused(status, message="no", code=None, **headers):
         (http(answer(42)), 1, "no reply as openai"),
         (flood, 1, "larger than 32 MiB"),
         # The account has no money or no quota left, in the words of OpenAI, Anthropic, Google,
-        # OpenRouter, xAI, Moonshot, Z.ai and litellm.
+        # OpenRouter, xAI, Moonshot, Z.ai, Ollama and litellm.
         (refused(429, "You exceeded it", "insufficient_quota"), 1, "HTTP 429.*You exceeded it"),
         (refused(400, "Your credit balance is too low"), 1, "credit balance"),
         (refused(429, "GenerateRequestsPerDayPerProjectPerModel-FreeTier"), 1, "PerDay"),
@@ -670,6 +670,8 @@ def refused(status, message="no", code=None, **headers):
         (refused(429, "Your account is suspended due to insufficient balance"), 1, "suspended"),
         (http({"error": {"type": "exceeded_current_quota_error"}}, 429), 1, "exceeded_current"),
         (refused(429, "Insufficient balance or no resource package."), 1, "no resource"),
+        (refused(429, "余额不足或无可用资源包,请充值。", "1113"), 1, "1113"),
+        (http({"error": "you (jane) have reached your weekly usage limit"}, 429), 1, "weekly"),
         (http({"error": {"type": "budget_exceeded"}}, 429), 1, "budget_exceeded"),
         (refused(429, "No deployments available - crossed budget for provider"), 1, "crossed"),
         (refused(429, "Max budget limit reached."), 1, "limit reached"),
