@@ -625,6 +625,7 @@ def test_the_command_serves_the_shipped_conductor_until_it_is_interrupted():
         stderr=subprocess.PIPE,
     )
     url = re.match(r"http://[^/]+", process.stdout.readline())[0]
+    assert "the workers are small programs" in process.stderr.readline()
     soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
     assert soft == hard  # The server may open as many files as the system allows.
     response = post(url, messages=[{"role": "user", "content": "What is 6 * 7?"}])
