@@ -1363,8 +1363,6 @@ WAITING = 1024  # the maximum number of further requests that wait for their tur
 ERRORS = {
     r"(step \d+: )?the budget of \$": (402, "insufficient_quota"),
     "the prompt has more tokens than the Conductor": (400, "context_length_exceeded"),
-    # After a 502, many clients would send the request again and pay for three more tries.
-    "the Conductor wrote no workflow": (400, None),
     "": (502, None),  # any other error
 }
 
@@ -1519,8 +1517,7 @@ class ConductorHandler(Handler):
         if last.error and last.previous:  # The round before a lost round has an answer.
             answered = last.previous
         if answered.error or answered.invalid:
-            no_workflow = f"the Conductor wrote no workflow ({answered.invalid}); ask differently"
-            sentence = answered.error or no_workflow
+            sentence = answered.error or f"the Conductor wrote no workflow: {answered.invalid}"
             status, code = next(ERRORS[start] for start in ERRORS if re.match(start, sentence))
             raise Refusal(status, sentence, code)
 

@@ -214,6 +214,16 @@ def spent(messages):
     raise WorkerError("the budget of $1 is spent, but for $0.0001")
 
 
+FAILURES = {
+    "a lost call": ([lost], [chain(0)], "nobody answers"),
+    "no workflow": (
+        [str],
+        ["hm"],
+        "the Conductor wrote no workflow: model_id: the list is missing",
+    ),
+}
+
+
 def test_a_spent_budget_is_a_402(capfd):
     with served([Player("a", spent)], chain(0)) as url:
         response = post(url)
@@ -261,22 +271,13 @@ def test_each_request_is_one_line_of_the_log(capfd):
     assert re.fullmatch(rf"conductor: 400, messages: there is no user message.*{left}", lines[1])
 
 
-def test_a_lost_call_is_a_502_that_asks_not_to_pay_again():
-    with served([Player("a", lost)], chain(0)) as url:
+@pytest.mark.parametrize("answers, texts, why", FAILURES.values(), ids=FAILURES)
+def test_a_failure_is_a_502_that_asks_not_to_pay_again(answers, texts, why):
+    with served([Player("a", answer) for answer in answers], *texts) as url:
         response = post(url)
-        streamed = post(url, stream=True).text
-    why = "step 0: nobody answers"
-    assert response.status_code == 502 and why in response.json()["error"]["message"]
-    assert response.headers["x-should-retry"] == "false" and why in streamed
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_question_without_a_workflow_is_a_400_which_no_client_sends_again(stream):
-    """Vercel's AI SDK, LangChain.js, DSPy and aider ignore x-should-retry, and repeat a 502."""
-    with served([Player("a", str)], "hm") as url:
-        response = post(url, stream=stream)
-    why = "the Conductor wrote no workflow (model_id: the list is missing); ask differently"
-    assert response.status_code == 400 and why in response.json()["error"]["message"]
+        assert response.status_code == 502 and why in response.json()["error"]["message"]
+        assert response.headers["x-should-retry"] == "false"
+        assert why in post(url, stream=True).text
 
 
 def hang_up(url, question, until=None):
