@@ -174,11 +174,11 @@ FUSE_FROM = 1 << 24  # min elements of x that make fusing worthwhile outside inf
 
 @functools.cache
 def compiled(function):
-    """Return `function` wrapped by torch.compile, which makes a kernel for each kind of arguments.
+    """Return `function` wrapped by torch.compile, which makes a kernel for each kind of input.
 
-    One kernel serves different numbers of tokens, but a size of 1, a model with different widths,
-    and turning gradients on or off can each require another kernel. At most 64 kernels are made for
-    each function. After that, a call with a new kind of arguments runs without compilation.
+    One kernel serves different numbers of tokens, but a dimension of size 1, a model with different
+    widths, and turning gradients on or off can each require another kernel. At most 64 kernels are
+    made for each function. After that, a call with a new kind of input runs without compilation.
     """
     announce_compilation()
     torch._dynamo.config.recompile_limit = 64

@@ -4,10 +4,10 @@
     python assets/unseen.py out/unseen/checkpoint      # or several checkpoints
 
 The Conductors answer held-out questions of the laptop world or, in the last test, new questions.
-Each question gets a separate pool, in a random order. The six tests differ in these pools:
+Each question gets a pool of its own, in a random order. What a pool holds depends on the test:
 
-* orders: the five workers of training, for comparison;
-* three workers: those that the question needs, and others to make three (training: four or five);
+* orders: the five workers of training, for comparison with the other tests;
+* three workers: those that the question needs, and random others (training has four or five);
 * seven workers: the five workers of training, and a second worker for each of two trades;
 * reworded: the five workers of training, but with notes in other words;
 * name first: the same five, with notes that give the worker's name first instead of last;
@@ -60,7 +60,7 @@ def sorter(messages: list[dict]) -> str:
 
 
 def sorting_problems() -> list[evaluation.Problem]:
-    """Return problems that need only the sorter, and problems that need the librarian first."""
+    """Return problems for the sorter alone, and problems for the librarian and then the sorter."""
     rng = random.Random(0)
     words = {word: word for word in workers.WORDS}
     problems = []

@@ -102,7 +102,8 @@ def transformers_model(model: Qwen):
             Qwen2Config(**dataclasses.asdict(model.config), rope_parameters=rope)
         )
     theirs.load_state_dict(model.state_dict(), assign=True)
-    with torch.device(DEVICE):  # The state dict does not contain the rotary tables: compute them.
+    # The state dict lacks the rotary frequencies, which are still on "meta": compute them.
+    with torch.device(DEVICE):
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
     return theirs
 
@@ -502,9 +503,9 @@ def ask_server(port: int, count: int, at_once: int) -> list[str]:
 def server(clients=600, requests=5000):
     """Measure how long `workflow.py serve` takes for `clients` requests, and the server's memory.
 
-    The requests are sent 16 at a time and all at once, twice each; the better time counts. Then
-    `requests` more requests are sent, 256 at a time. The server's memory, measured before them and
-    after each fifth of them, should stop growing.
+    The requests are sent in two ways, 16 at a time or all at once. Each way is tried twice, and its
+    better time counts. Then `requests` more requests are sent, 256 at a time. The server's memory
+    is measured before these and after each fifth of them; it should stop growing.
     """
     process = subprocess.Popen(
         [sys.executable, os.path.join(ROOT, "workflow.py"), "serve", "--port=0"],
