@@ -350,27 +350,58 @@ def new_rollouts(problems: list[Problem], pools: list, prefix: str) -> list[Roll
     ]
 
 
-def run_and_judge(rollouts: list[Rollout], what: str, call=call_worker) -> list[Rollout]:
-    """Run the workflows already set in the rollouts, judge the answers, and return the rollouts.
+def conductor(
+    write,
+    max_steps: int = 5,
+    extra_rounds: int = 0,
+    edit=None,
+    tries: int = 1,
+    only: str = "",
+    call=call_worker,
+):
+    """Return a system that runs the workflows a Conductor writes.
 
-    what: The label of the progress bar.
+    Args:
+        write: A function that asks the Conductor for workflows; see "Writers" in workflow.py.
+        max_steps: The maximum number of steps; a longer workflow is invalid.
+        extra_rounds: The maximum number of rounds after the first, in which the Conductor may
+            revise the answer (§3.2).
+        edit: edit(workflow) returns a changed workflow to run instead, for ablations.
+        tries: The maximum number of attempts at a valid workflow in each round.
+        only: Comma-separated names of the workers the Conductor may use (§3.2); "" allows all.
+        call: call(rollout, i) makes the call of step i.
     """
-    with progress(what, rollouts) as bar:
-        return roll_out(
-            rollouts, judge=grade_once(), call=call, on_end=lambda rollout: bar.update()
-        )
+
+    def system(problems, pools, prefix):
+        rollouts = new_rollouts(problems, pools, prefix)
+        for rollout in rollouts:
+            rollout.workers = numbers_of(only, rollout.pool) or None
+        with progress(prefix, rollouts) as bar:
+            return conduct(
+                write,
+                rollouts,
+                extra_rounds,
+                max_steps,
+                tries,
+                judge=grade_once(),
+                edit=edit,
+                call=call,
+                # Count each question once: further rounds and tries do not advance the bar.
+                on_end=lambda rollout: bar.update(rollout.previous is None and not rollout.number),
+            )
+
+    return system
 
 
 def planned(plan, call=call_worker):
     """Return a system that runs the workflow plan(rollout) for every problem."""
 
-    def system(problems, pools, prefix):
-        rollouts = new_rollouts(problems, pools, prefix)
+    def write(rollouts):
         for rollout in rollouts:
             rollout.workflow = plan(rollout)
-        return run_and_judge(rollouts, prefix, call)
+        return rollouts
 
-    return system
+    return conductor(write, call=call)
 
 
 # Systems whose workers see only the question
@@ -399,7 +430,9 @@ def ask_each(problems, pools, prefix, workers: Sequence[int], call=ask_bare) -> 
     for rollout in new_rollouts(problems, pools, prefix):
         workflows = [Workflow([Step(worker, rollout.question, [])]) for worker in workers]
         groups.append([replace(rollout, number=i, workflow=w) for i, w in enumerate(workflows)])
-    run_and_judge(list(itertools.chain(*groups)), prefix, call)
+    rollouts = list(itertools.chain(*groups))
+    with progress(prefix, rollouts) as bar:
+        roll_out(rollouts, judge=grade_once(), call=call, on_end=lambda rollout: bar.update())
     return groups
 
 
@@ -505,42 +538,7 @@ def plan_at_random(rollout: Rollout) -> Workflow:
     return random_workflow(rng, workers, phrases=phrases_for(rollout.problem))
 
 
-# The Conductor
-
-
-def conductor(
-    write, max_steps: int = 5, extra_rounds: int = 0, edit=None, tries: int = 1, only: str = ""
-):
-    """Return a system that runs the workflows a Conductor writes.
-
-    Args:
-        write: A function that asks the Conductor for workflows; see "Writers" in workflow.py.
-        max_steps: The maximum number of steps; a longer workflow is invalid.
-        extra_rounds: The maximum number of rounds after the first, in which the Conductor may
-            revise the answer (§3.2).
-        edit: edit(workflow) returns a changed workflow to run instead, for ablations.
-        tries: The maximum number of attempts at a valid workflow in each round.
-        only: Comma-separated names of the workers the Conductor may use (§3.2); "" allows all.
-    """
-
-    def system(problems, pools, prefix):
-        rollouts = new_rollouts(problems, pools, prefix)
-        for rollout in rollouts:
-            rollout.workers = numbers_of(only, rollout.pool) or None
-        with progress(prefix, rollouts) as bar:
-            return conduct(
-                write,
-                rollouts,
-                extra_rounds,
-                max_steps,
-                tries,
-                judge=grade_once(),
-                edit=edit,
-                # Count each question once: further rounds and tries do not advance the bar.
-                on_end=lambda rollout: bar.update(rollout.previous is None and not rollout.number),
-            )
-
-    return system
+# Ablations of the Conductor
 
 
 def change_steps(workflow: Workflow, **changes) -> Workflow:
