@@ -23,7 +23,6 @@ import os
 import queue
 import random
 import re
-import select
 import shutil
 import signal
 import statistics
@@ -39,6 +38,7 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from functools import lru_cache, partial
 from html.entities import html5
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
 import numpy as np
@@ -2694,12 +2694,8 @@ def wait_and_kill(process: subprocess.Popen, ready: int, seconds: float) -> tupl
     Returns (whether the program started, whether it ended in time).
     """
     end = os.pidfd_open(process.pid)
-    poll = select.poll()
-    poll.register(end, select.POLLIN)
-    poll.register(ready, select.POLLIN)
-    started = ready in dict(poll.poll(60_000))  # ms, enough for a busy machine
-    poll.unregister(ready)
-    ended = bool(poll.poll(1000 * seconds if started else 0))
+    started = ready in wait([end, ready], 60)  # seconds, enough for a busy machine
+    ended = bool(wait([end], seconds if started else 0))
     # With bwrap, this also ends all processes in the sandbox.
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
