@@ -44,8 +44,7 @@ from typing import NamedTuple
 import numpy as np
 import requests
 from huggingface_hub import hf_hub_download
-from requests.adapters import HTTPAdapter
-from requests.packages.urllib3.util.retry import Retry
+from requests.adapters import HTTPAdapter, Retry
 from tqdm import tqdm
 
 from model import configure, flag, read_json, usage_error, write_json
@@ -2333,7 +2332,7 @@ def rows_of_viewer(source: Source):
     hub = requests.Session()
     # The waits between tries (0, 4, 8, …, 120 and 120 s) outlast a rate limit of five minutes.
     retry = Retry(8, connect=2, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))
-    hub.adapters = {"http": HTTPAdapter(max_retries=retry)}
+    hub.mount(VIEWER, HTTPAdapter(max_retries=retry))
     for start in progress(source.repository, starts):
         file = f"{folder}/{start}.json"
         if not os.path.exists(file):
