@@ -1097,22 +1097,18 @@ def table(rows: dict[str, dict], title: str = "") -> str:
     names = [name[:60] for name in (title, *rows)]
     name_width = max(map(len, names))
 
-    tables = []  # each table is a list of columns, and each column a list of cells
-    room = 0
+    tables = []  # each table is a list of lines, which grow by one column after another
     for head in heads:
         # Start a new table if the column does not fit, and before the first kind.
         cells = [head[:50], *(cell(row, head) for row in rows.values())]
         width = 2 + max(map(len, cells))
-        if width > room or head in kinds[:1]:
-            tables.append([[name.ljust(name_width) for name in names]])
-            room = WIDTH - name_width
-        tables[-1].append([text.rjust(width) for text in cells])
-        room -= width
+        if not tables or len(tables[-1][0]) + width > WIDTH or head in kinds[:1]:
+            tables.append([name.ljust(name_width) for name in names])
+        tables[-1] = [line + text.rjust(width) for line, text in zip(tables[-1], cells)]
 
     texts = []
-    for columns in tables:
-        lines = [cells for cells in zip(*columns) if any(map(str.strip, cells[1:]))]
-        texts.append("\n".join("".join(cells).rstrip() for cells in lines))
+    for lines in tables:
+        texts.append("\n".join(line.rstrip() for line in lines if line[name_width:].strip()))
     return "\n\n".join(texts)
 
 
