@@ -442,7 +442,8 @@ def merge(rollouts: list[Rollout], chosen: int) -> Rollout:
     The step of rollouts[chosen] comes last, so that its response is the answer. The merged rollout
     costs as much as all of them together, and it is lost if any of them is.
     """
-    ordered = [*rollouts[:chosen], *rollouts[chosen + 1 :], rollouts[chosen]]
+    ordered = [*rollouts]
+    ordered.append(ordered.pop(chosen))
     error = next((rollout.error for rollout in ordered if rollout.error), None)
     return replace(
         ordered[-1],
