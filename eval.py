@@ -2867,12 +2867,11 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
             return json.loads(out, parse_int=Decimal) == json.loads(expected, parse_int=Decimal)
         lines = out.decode(errors="replace").strip().split("\n")
         expected_lines = expected.strip().split("\n")
-        for line, expected_line in zip(lines, expected_lines, strict=True):
-            if line.strip() == expected_line.strip():
-                continue
-            if [*map(Decimal, line.split())] != [*map(Decimal, expected_line.split())]:
-                return False
-        return True
+        return all(
+            line.strip() == expected_line.strip()
+            or [*map(Decimal, line.split())] == [*map(Decimal, expected_line.split())]
+            for line, expected_line in zip(lines, expected_lines, strict=True)
+        )
     except (ValueError, RecursionError, InvalidOperation):
         return False  # line counts differ, JSON is invalid or too deep, or a token is not a number
 
