@@ -1480,14 +1480,7 @@ class Handler(BaseHTTPRequestHandler):
 
         now = time.time_ns()
         self.card = {"id": f"chatcmpl-{now}", "created": now // 10**9, "model": model}
-        try:
-            self.complete()
-        except (Refusal, ConnectionError, TimeoutError):
-            raise
-        except Exception as bug:
-            # Report the bug to the client, too.
-            self.fail(Refusal(500, f"{type(bug).__name__}: {bug}"))
-            raise
+        self.complete()
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None, **extra):
         """Answer with a completion that consists of `text`, cut before the first stop text.
@@ -1602,8 +1595,14 @@ class Handler(BaseHTTPRequestHandler):
             return True
 
     def handle(self):
-        with contextlib.suppress(ConnectionError):  # The client has hung up; do nothing.
+        """Answer the requests of the connection. Report a bug to the client and on stderr."""
+        try:
             super().handle()
+        except ConnectionError:
+            pass  # The client has hung up.
+        except Exception as bug:
+            self.fail(Refusal(500, f"{type(bug).__name__}: {bug}"))
+            raise
 
     def log_message(self, *args):
         pass
