@@ -22,7 +22,6 @@ import os
 import random
 import re
 import runpy
-import select
 import socket
 import subprocess
 import sys
@@ -39,6 +38,7 @@ from multiprocessing.pool import ThreadPool
 
 import requests
 from requests.packages.urllib3 import HTTPResponse, Timeout, exceptions
+from requests.packages.urllib3.util import wait_for_read
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 POOLS = os.path.join(FOLDER, "assets", "pools")
@@ -1587,10 +1587,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def hung_up(self) -> bool:
         """Return whether the client has closed the connection, or at least its sending side."""
-        poll = select.poll()
         try:
-            poll.register(self.connection, select.POLLIN)
-            return bool(poll.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
+            can_read = wait_for_read(self.connection, timeout=0)
+            return can_read and self.connection.recv(1, socket.MSG_PEEK) == b""
         except (OSError, ValueError):
             return True
 
