@@ -1351,18 +1351,17 @@ def plain_messages(messages: list[dict]) -> list[dict]:
 
 
 def check_parameters(body: dict):
-    """Raise Refusal if a parameter's value does not match PARAMETERS. Make body["stop"] a list."""
+    """Raise Refusal if a parameter's value does not match PARAMETERS."""
     for name, (pattern, expected) in PARAMETERS.items():
         value = body.get(name)
         if value is not None and not fits(value, pattern):
             raise Refusal(400, f"{name}={json.dumps(value):.80}: expected {expected}")
-    stop = body.get("stop") or []
-    body["stop"] = [stop] if isinstance(stop, str) else stop
 
 
-def cut(text: str, stops: list[str]) -> str:
+def cut(text: str, stop: str | list[str] | None) -> str:
     """Return a text up to the first stop text in it: cut("a. b. c", ["c", "."]) == "a"."""
-    return min((text.partition(stop)[0] for stop in stops if stop), key=len, default=text)
+    stops = [stop] if isinstance(stop, str) else stop or []
+    return min((text.partition(one)[0] for one in stops if one), key=len, default=text)
 
 
 def content_security_policy(page: bytes) -> str:
@@ -1487,7 +1486,7 @@ class Handler(BaseHTTPRequestHandler):
 
         `extra` holds fields that OpenAI's API does not have, which its clients ignore.
         """
-        shown = cut(text, self.body["stop"])
+        shown = cut(text, self.body.get("stop"))
         finish = finish if shown == text else "stop"
         if not self.body.get("stream"):
             message = {"role": "assistant", "content": shown}
