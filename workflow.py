@@ -1106,9 +1106,8 @@ def view(rollout: Rollout) -> str:
     """Describe a rollout as text: the steps of all rounds, the answer, totals and the verdict."""
     lines = [f"Question: {rollout.question}"]
     for number, one in enumerate(rollout.rounds()):
-        steps = one.workflow.steps if one.workflow else []
         if number:
-            lines.append(f"\nRound {number}: {len(steps) or 'no'} steps")
+            lines.append(f"\nRound {number}: {len(one.replies) or 'no'} steps")
         for i in range(len(one.replies)):
             lines += view_step(one, i)
         if one.error or one.invalid:
