@@ -41,7 +41,8 @@ from requests.packages.urllib3 import HTTPResponse, Timeout, exceptions
 from requests.packages.urllib3.util import wait_for_read
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-POOLS = os.path.join(FOLDER, "assets", "pools")
+ASSETS = os.path.join(FOLDER, "assets")
+POOLS = os.path.join(ASSETS, "pools")
 # Matches the URL of a server on this machine. The URL's host is 127.x.x.x, 0.0.0.0, localhost,
 # NAME.localhost, [::], [::1] or [::ffff:127.x.x.x].
 LOOPBACK = (

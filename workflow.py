@@ -31,10 +31,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 
-from model import Qwen, Tokenizer, configure, fetch, flag
-from model import read_json, write_json
+from model import Qwen, Tokenizer, configure, fetch, flag, read_json, write_json
 from sample import generate_each, load_sampler
 from workers import (
+    ASSETS,
     LIMITS,
     LOCAL,
     QUESTION,
@@ -51,8 +51,6 @@ from workers import (
     one_line,
     read_pool,
 )
-
-ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
 
 
 class WorkflowError(ValueError):
