@@ -56,6 +56,7 @@ CUT_OFF = ("max_tokens", "model_context_window_exceeded", "model_length")
 INTERRUPTED = ("error", "abort", "insufficient_system_resource")
 MAX_BODY = 32 << 20  # the maximum size of a response, in bytes
 HARD_FAILURES = 6  # a call gives up after this many failures; a busy provider does not count as one
+NEVER = float("inf")  # the seconds until another attempt may succeed, if none can
 # Probe a silent connection about once a minute, so that no router drops it while a model thinks.
 SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default
@@ -217,8 +218,8 @@ class Worker:
                 hard_failures += not outcome.busy
                 pause = self.pause_after(attempt, outcome)
                 is_last = hard_failures == HARD_FAILURES or attempt == self.attempts
-                is_late = now + pause > first_sent + 3 * self.timeout
-                if outcome.wait is None or is_last or is_late:
+                is_late = now + pause > first_sent + 3 * self.timeout  # NEVER is always late
+                if is_last or is_late:
                     reason = self.without_secrets(outcome.text, api_key)
                     seconds = now - first_sent
                     where = f"{self.function}, " if self.function else ""
@@ -318,7 +319,7 @@ class Worker:
         callers do not all try again at the same moment.
         """
         backoff = min(30, self.timeout / 300 * 2 ** min(attempt - 1, 9))
-        return (failure.wait or 0.0) + backoff * jitter.uniform(0.5, 1)
+        return failure.wait + backoff * jitter.uniform(0.5, 1)
 
     def without_secrets(self, text: str, api_key: str) -> str:
         """Return a text as one line of at most 400 characters, with keys masked.
@@ -339,7 +340,7 @@ class Failure(Exception):
     """The outcome of an attempt that got no usable reply."""
 
     text: str
-    wait: float | None = None  # seconds until another attempt may succeed; None: do not retry
+    wait: float = NEVER  # seconds until another attempt may succeed
     busy: bool = False  # whether the provider is merely busy, which is no hard failure
     cost: float | None = None  # dollars; 0.0: certainly not billed; None: may have been billed
 
@@ -387,7 +388,7 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
     except (LookupError, TypeError, AttributeError, ValueError):
         # OpenRouter sends spaces and newlines while it waits for a model's host. If the host dies,
         # the response contains nothing else, and another attempt may succeed.
-        wait = None if text else 0.0
+        wait = NEVER if text else 0.0
         raise Failure(f"no reply as {worker.protocol} defines it: {text}", wait)
 
     tokens = read_usage(find(data, "usage"))
@@ -443,7 +444,7 @@ def failed_response(url: str, response: HTTPResponse, code, text: str) -> Failur
     is_exhausted = re.search(EXHAUSTED, text) and TOKENS_PER_MINUTE not in text
     is_final = response.headers.get("x-should-retry") == "false" or is_exhausted
 
-    wait = None
+    wait = NEVER
     if (busy or is_broken) and not is_final:
         wait = 0.0
         with contextlib.suppress(ValueError):  # Ignore a text that is neither seconds nor a date.
@@ -476,7 +477,7 @@ def failed_attempt(error: BaseException) -> Failure:
     hint = "; $REQUESTS_CA_BUNDLE may name a file of certificates to trust" if is_untrusted else ""
     return Failure(
         f"{type(cause).__name__}: {cause}{hint}",
-        wait=0.0 if is_lost and not (is_unknown_host or is_untrusted) else None,
+        wait=0.0 if is_lost and not (is_unknown_host or is_untrusted) else NEVER,
         cost=0.0 if is_unconnected or is_untrusted else None,
     )
 
