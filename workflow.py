@@ -1397,8 +1397,7 @@ class ConductorHandler(Handler):
         """Return the content at a path: the page, a file of its run, or what Handler serves."""
         service = self.server.service
         if path == "/":
-            with open(os.path.join(ASSETS, "page.html"), "rb") as file:
-                return file.read()
+            return pathlib.Path(ASSETS, "page.html").read_bytes()
         run_file = RUN_FILE.fullmatch(path)
         if service.run and run_file:
             return read_run_file(service.run, run_file[1])
