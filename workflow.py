@@ -1409,7 +1409,7 @@ class ConductorHandler(Handler):
         last = None
         outcome = "failed"
         try:
-            asked = self.question(self.body["messages"])
+            asked = self.question()
             if len(self.server.service.conducting.jobs) >= WAITING:
                 # Random seconds keep clients that are refused together from returning together. The
                 # openai client ignores a Retry-After of more than 60 s.
@@ -1426,15 +1426,16 @@ class ConductorHandler(Handler):
             outcome = "the client hung up"
             raise
         finally:
-            self.log(self.body["model"], outcome, last, time.monotonic() - started)
+            self.log(outcome, last, time.monotonic() - started)
 
-    def question(self, messages: list[dict]) -> Rollout:
+    def question(self) -> Rollout:
         """Return a rollout for the last user message, with the other messages as its context.
 
         Assistant messages after the last user message are left out: they are the beginning of an
         answer, and the answer is written anew.
         """
         service = self.server.service
+        messages = self.body["messages"]
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not users or not messages[users[-1]]["content"].strip():
             reason = "there is no user message to answer, or the last user message is empty"
@@ -1532,13 +1533,13 @@ class ConductorHandler(Handler):
         finish = "length" if answered.all_replies[-1].finish == "length" else "stop"
         self.reply(answered.answer, finish, usage, workflow=workflow)
 
-    def log(self, model: str, outcome: str, last: Rollout | None, seconds: float):
+    def log(self, outcome: str, last: Rollout | None, seconds: float):
         """Print a line about a request: model, outcome, steps, seconds, dollars, budget left.
 
         The line goes to stderr. It has no steps, seconds or dollars if nothing was conducted, and
         no budget if there is no limit.
         """
-        parts = [f"{model}: {outcome}"]
+        parts = [f"{self.body['model']}: {outcome}"]
         if last:
             # The budget also pays for the calls of a worker that conducts. This cost excludes them.
             cost = "unknown cost" if last.cost is None else f"${last.cost:.4f} for the steps"
