@@ -31,6 +31,7 @@ import sys
 import tempfile
 import textwrap
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -47,7 +48,7 @@ from huggingface_hub import hf_hub_download
 from requests.adapters import HTTPAdapter, Retry
 from tqdm import tqdm
 
-from model import configure, flag, read_json, usage_error, write_json
+from model import configure, discard_output, flag, read_json, usage_error, write_json
 from workers import (
     LIMITS,
     PHRASES,
@@ -228,35 +229,42 @@ def read_problems(file: str) -> list[Problem]:
 
         {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short", "kind": "books"}
 
+    A problem without an "id" is named after its question, not after its line. So its replies, which
+    --replay keeps, are found again when lines are added or removed.
+
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If the file is empty, two lines have the same id, or lines are invalid. The
-            message lists the first 20 invalid lines.
+        ValueError: If the file is empty, or if lines are invalid or have the id of an earlier line.
+            The message lists the first 20 of them.
     """
     if not os.path.exists(file):
         is_mix = file in [f"{DATA}/{name}.jsonl" for name in MIXES]
         hint = ": `python eval.py prepare` writes it" if is_mix else ""
         raise FileNotFoundError(f"{file} is missing{hint}")
-    problems = []
+    problems = {}  # id -> problem
     faults = []
+    repeats = Counter()  # question -> the number of lines that have asked it so far
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                problems.append(parse_problem(line, f"{os.path.basename(file)}/{number}"))
+                problem = parse_problem(line)
+                repeats[problem.question] += 1
+                digest = hashlib.sha256(problem.question.encode()).hexdigest()[:16]
+                default_id = f"{os.path.basename(file)}/{digest}-{repeats[problem.question]}"
+                problem.id = problem.id or default_id
+                require(problem.id not in problems, f"two lines have one id, {problem.id}")
+                problems[problem.id] = problem
             except ValueError as e:
                 faults.append(f"{file}, line {number}: {e}")
     require(not faults, "\n".join(faults[:20]))
     require(problems, f"{file} is empty")
-    require(len({p.id for p in problems}) == len(problems), f"{file}: two lines have one id")
-    return problems
+    return [*problems.values()]
 
 
-def parse_problem(line: bytes, default_id: str) -> Problem:
-    """Return the problem that a line of JSON describes.
-
-    If the line has no "id", the problem gets `default_id`.
+def parse_problem(line: bytes) -> Problem:
+    """Return the problem that a line of JSON describes. Its id is "" if the line has none.
 
     Raises:
         ValueError: If the line is invalid.
@@ -273,7 +281,7 @@ def parse_problem(line: bytes, default_id: str) -> Problem:
         require(key in fields, f"there is no field {key!r:.50}, only {', '.join(fields)}")
     for key in ("question", "answer"):
         require(key in values, f'"{key}" is missing')
-    problem = Problem(**{"id": default_id, "grader": "own", **values})
+    problem = Problem(**{"id": "", "grader": "own", **values})
     check_problem(problem)
     return problem
 
@@ -292,6 +300,7 @@ def check_problem(problem: Problem):
     require(problem.question.strip(), "question: it has 0 characters")
     message = f"kind: {problem.kind!r} is the name of a table's column; choose another"
     require(problem.kind not in COLUMNS, message)
+    require(problem.kind.isprintable(), f"kind: {problem.kind!r} is not one line of text")
 
     # Check the contents of "extra".
     missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in problem.extra]
@@ -930,8 +939,14 @@ def compare_systems(settings: "Settings"):
     for name, problems in tests.items():
         setup = Setup(settings, pool, lessons=lessons.get(name, []))
         rows = play_all(setup, players, name, problems)
-        print_with_legend(table(rows, f"{name}, {len(problems)} problems, in %"))
-        print_paper(name, pool)
+        try:
+            print_with_legend(table(rows, f"{name}, {len(problems)} problems, in %"))
+            print_paper(name, pool)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            if not settings.out:
+                raise
+            discard_output()  # nobody reads the tables any more, but --out keeps the results
         numbers |= {f"{name}, {label}": row for label, row in rows.items()}
         for label, rollouts in setup.played.items():
             about = {"system": label, "benchmark": name}
@@ -1009,7 +1024,7 @@ def play_all(
         calls_to_learn = sum(worker.calls for worker in setup.pool) - calls_before
 
         rollouts = []
-        name = f"{benchmark_name}/{label}"
+        name = f"{os.path.basename(benchmark_name)}/{label}"  # part of the key of kept replies
         for repeat in range(setup.settings.repeats):
             answered = system(problems, [setup.pool] * len(problems), f"{name}/{repeat}")
             counts = f"{len(answered)} rollouts for {len(problems)} problems"
@@ -3060,9 +3075,7 @@ def main(argv: list[str]):
         command(settings)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The program that reads the output, such as head, has ended. Discard the rest of the
-        # output, so that Python can flush it at exit without an error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         raise SystemExit(1) from None
     except (ValueError, FileNotFoundError, IsADirectoryError) as e:
         usage_error(str(e))

@@ -915,6 +915,9 @@ def fetch(name: str, *patterns: str) -> str:
     is no such folder or repository, or if the download fails.
     """
     if os.path.isdir(name):
+        nested = os.path.join(name, "checkpoint")
+        if os.path.isdir(nested) and not os.path.exists(os.path.join(name, "config.json")):
+            raise OSError(f"{name} holds a run, not a model: its Conductor is in {nested}")
         return name
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         raise OSError(f"{name} is no folder, and cannot be a name on the Hugging Face hub")
@@ -946,6 +949,8 @@ def write_json(file: str, value):
 
 
 # ---- Command lines -----------------------------------------------------------------------------
+
+
 def flag(default, help: str):
     """Return a field for a dataclass of settings; `help` describes its command-line flag."""
     return field(default=default, metadata={"help": help})
@@ -995,6 +1000,14 @@ def configure(settings, argv: list[str]) -> list[str]:
             usage_error(f"unknown flag {word}; did you mean {nearest[0]}?")
     vars(settings).update(vars(given))
     return words + argv[end + 1 :]
+
+
+def discard_output():
+    """Discard all further output, because the program that reads it, such as head, has ended.
+
+    Without this, Python's flush of its output at exit would fail.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class ManualPage(argparse.RawDescriptionHelpFormatter):

@@ -271,8 +271,9 @@ def print_ends(words: list[str]):
             continue
         row = next(iter(read(f"{run}/test.json").values()))
         kinds = {kind for line in read(f"{run}/metrics.jsonl") for kind in line["by_kind"]}
-        lowest = min(row.get(kind) or 0 for kind in kinds)
-        print(f"{name}: {row['accuracy']:.1%}, lowest kind {lowest:.0%}, {row['calls']:.2f} calls")
+        by_kind = [row[kind] for kind in kinds if row.get(kind) is not None]
+        lowest = f", lowest kind {min(by_kind):.0%}" if by_kind else ""
+        print(f"{name}: {row['accuracy']:.1%}{lowest}, {row['calls']:.2f} calls")
         accuracies.append(row["accuracy"])
     if len(accuracies) > 1:
         print(f"mean {mean(accuracies):.1%}, standard deviation {stdev(accuracies):.1%}")
@@ -333,6 +334,7 @@ def draw_subtasks(run: str) -> str:
         title="Share of a worker's steps that have its usual subtasks",
         xlabel="iteration (means of the last ten)",
     )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.set_major_formatter("{x:.0%}")
     label(axes, ends)
     return f"{run}/subtasks.png"
@@ -533,8 +535,9 @@ def draw(words: list[str]) -> str:
 def main(argv: list[str]):
     words = [word for word in argv if not word.startswith("--out=")]
     out = [word.removeprefix("--out=") for word in argv if word.startswith("--out=")]
-    if not words or any(word.startswith("-") for word in words):
-        raise SystemExit(__doc__)
+    unknown = [f"unknown flag: {word}\n\n" for word in words if word.startswith("-")]
+    if unknown or not words:
+        raise SystemExit("".join(unknown) + __doc__)
 
     plt.rcParams.update(STYLE)
     try:

@@ -565,6 +565,40 @@ def test_a_reader_that_ends_early_sees_no_error():
     assert run.returncode == 1 and run.stderr == ""
 
 
+def test_results_are_kept_where_nobody_reads_the_table(tmp_path):
+    out = f"--out={tmp_path}/ev"
+    program = [sys.executable, "eval.py", "--systems=workers", "--worker=coder", "--limit=3", out]
+    reading, writing = os.pipe()
+    os.close(reading)
+    run = subprocess.run(program, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert run.returncode == 0 and run.stderr == ""
+    assert [*json.loads((tmp_path / "ev.json").read_text())][0] == "laptop, workers coder"
+
+
+def test_an_edited_file_pays_for_its_new_questions_alone(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "def answer(messages):\n    open('calls', 'a').write('.')\n    return 'a'\n"
+    )
+    row = {"protocol": "python", "function": "mine.py:answer", "name": "a", "price": [1, 1]}
+    (tmp_path / "pool.json").write_text(json.dumps([row | {"params": {"max_tokens": 9}}]))
+    questions = ["one", "two"]
+    monkeypatch.chdir(tmp_path)
+
+    def calls_of_evaluation(benchmark):
+        rows = [{"question": q, "answer": "a", "grader": "exact"} for q in questions]
+        (tmp_path / "k.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (tmp_path / "calls").write_text("")
+        words = ["--systems=workers", "--pool=pool.json", "--budget=1", "--replay=replies"]
+        evaluation.main([*words, f"--benchmarks={benchmark}"])
+        return len((tmp_path / "calls").read_text())
+
+    assert calls_of_evaluation("k.jsonl") == 2
+    assert calls_of_evaluation(f"{tmp_path}/k.jsonl") == 0
+    questions.insert(0, "zero")
+    assert calls_of_evaluation("./k.jsonl") == 1
+
+
 def test_a_pool_that_costs_needs_a_budget_and_says_how_much(tmp_path, capsys):
     row = {"protocol": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
     (tmp_path / "pool.json").write_text(json.dumps([{**row, "price": [1000, 2000]}]))

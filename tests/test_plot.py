@@ -81,6 +81,7 @@ def test_a_picture_comes_out(plot, tmp_path, words, file):
     if file == "all.svg":  # Labels name each Conductor after its file, or by NAME in NAME=FILE.
         drawn = (tmp_path / file).read_bytes()
         assert b"<!-- n -->" in drawn and b"<!-- tests -->" in drawn
+    assert b"lowest kind" not in done.stdout  # its only kind was not tested
     assert (tmp_path / file).read_bytes()[:5] == (
         b"<?xml" if file.endswith("svg") else b"\x89PNG\r"
     )
@@ -92,7 +93,7 @@ def test_a_picture_comes_out(plot, tmp_path, words, file):
         ("none", b"none/metrics.jsonl is missing"),
         ("old", b"by_kind"),
         ("cut.json", b"cut.json is damaged"),
-        ("--typo run", b"FILE.json"),
+        ("--typo run", b"unknown flag: --typo"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(plot, words, error):
