@@ -980,8 +980,8 @@ def stop_if_lost(rollouts: list[Rollout], pool: list):
     """Exit with status 1 if a call was refused for lack of budget, or if every rollout was lost."""
     if pool[0].budget and pool[0].budget.refused:
         raise SystemExit(
-            "the budget is spent, and what came after is not counted: to go on, run it again with "
-            "a larger --budget (train.py: and with --resume)"
+            "the budget is spent, or too small for a call, and what came after is not counted: to "
+            "go on, run it again with a larger --budget (train.py: and with --resume)"
         )
     errors = [rollout.error for rollout in rollouts]
     if errors and all(errors):
@@ -1157,7 +1157,7 @@ LINE_EVERY = 30.0  # seconds between two lines of progress if stderr is not a te
 def progress(what: str, items: Sequence) -> tqdm:
     """Return a tqdm iterator over the items. Only rank 0 shows the progress, on stderr.
 
-    On a terminal it shows a bar. Otherwise it prints a line about every LINE_EVERY seconds.
+    On a terminal it shows a bar. Otherwise it prints a line roughly every LINE_EVERY seconds.
     """
     look = {}
     if not sys.stderr.isatty():
@@ -2037,8 +2037,9 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
         if letter or re.search(r"(?s)^(?!not\b).*\b[A-J]\b", text):
             picked.add(letter)
 
-    # If there is no box, and no claim mentions a letter or a choice, read the last sentences, but
-    # skip questions. "A. This is" counts as one sentence.
+    # If there is no box, and the claims neither name a letter nor are ambiguous, read the sentences
+    # at the end, but skip questions. The full stop after a lone letter, as in "B. the nucleus",
+    # does not end a sentence.
     if in_box is None and not picked:
         for text in re.split(r"(?<!\b[A-J])[.!]\s|\n|[^.!?\n]*\?", response[-LONGEST:]):
             letter = letter_of(text, choices)
@@ -2382,7 +2383,7 @@ def fetch_page(hub: requests.Session, source: Source, start: int) -> list[dict]:
 def tests_of(problem: Problem) -> list[list[str]]:
     """Return the tests of a programming problem as [input, output] pairs.
 
-    If the problem holds only the tests' position, they are read from the benchmark's file.
+    If the problem holds only their place in a file of the benchmark, they are read from there.
     """
     tests = problem.extra["tests"]
     return stored_tests(problem.id, **tests) if isinstance(tests, dict) else tests
@@ -2534,8 +2535,9 @@ def can_teach(right: np.ndarray) -> np.ndarray:
 
 # ---- Running code --------------------------------------------------------------------------------
 #
-# `run_code` runs a program on tests. The functions that judge programs come last: LiveCodeBench's
-# programs are judged by what they print or return, BigCodeBench's by unit tests.
+# `run_code` runs a program on tests. The functions that judge programs come last: solutions to
+# LiveCodeBench's problems are judged by what they print or return, those to BigCodeBench's by unit
+# tests.
 
 SANDBOX = "bwrap"
 
@@ -2858,8 +2860,8 @@ def extract_code(response: str) -> str:
 
 
 IS_PYTHON = re.compile(r"(?i)\W*py(?:thon)?3?\b")
-# Matches a block between fences, ``` or ~~~. The opening fence may be followed by more than the
-# language, as in ```python:a.py.
+# Matches a block between fences, ``` or ~~~, or one whose closing fence is missing. The opening
+# fence may be followed by more than the language, as in ```python:a.py.
 FENCED = re.compile(
     r"""(?xsm)
         (?P<fence>`{3,}|~{3,}) [ \t]* (?P<info>[^\n`]*) \n
@@ -2926,7 +2928,7 @@ def passes_livecodebench(
 
 
 def find_failed_unittest(code: str, test: str, code_prompt: str, seconds: float = 240.0) -> str:
-    """Run a BigCodeBench problem's unit tests on a solution. Return why it failed, "" if it passed.
+    """Run a BigCodeBench problem's unit tests on a solution. Return the failure, or "" if none.
 
     As in bigcodebench/evaluate.py, code_prompt and `pass` come before the solution, and the
     libraries listed in BigCodeBench's Requirements/requirements-eval.txt must be installed. Do not

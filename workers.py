@@ -626,7 +626,9 @@ def read_usage(usage) -> tuple[int, int, float] | None:
     return n_in, n_out, n_in + 0.25 * written + 0.75 * for_an_hour
 
 
-PROTOCOLS = {  # name -> (URL path, function that writes a request, function that reads a reply)
+# name -> (URL path, function that writes a request, function that reads a reply). A protocol may
+# have names of its own for what bounds a reply (LIMITS) and for a reply that was cut off (CUT_OFF).
+PROTOCOLS = {
     "openai": ("/chat/completions", openai_request, openai_reply),
     "anthropic": ("/messages", anthropic_request, anthropic_reply),
     # A Python function gets messages, not a request, but `highest_cost` needs a request's length.
@@ -843,7 +845,7 @@ def load_pool(
         replay: the file of a Replay; "": replies are not kept.
         budget: dollars that the workers of all ranks may spend together; 0: no limit.
         ranks: the number of processes among which the budget and each worker's concurrency are
-            divided. A process's share of the concurrency is at least 1.
+            divided. In each process, each worker's concurrency is at least 1.
         share: see Replay.
 
     Raises:
@@ -985,9 +987,9 @@ class Budget:
             if dollars > self.left:
                 self.refused = True
                 left = max(self.left, 0.0)
+                state = f"is spent, but for ${left:.4f}" if left < self.dollars else "is too small"
                 raise WorkerError(
-                    f"the budget of ${self.dollars:g} is spent, but for ${left:.4f}; "
-                    f"this call reserves ${dollars:.4f}"
+                    f"the budget of ${self.dollars:g} {state}; this call reserves ${dollars:.4f}"
                 )
             self.left -= dollars
             self.running += 1
@@ -1450,7 +1452,10 @@ class Handler(BaseHTTPRequestHandler):
         return pages[path]
 
     def read_body(self, longest: int) -> bytes:
-        """Return the body of a request, of at most `longest` bytes."""
+        """Return the request's body.
+
+        Raises Refusal if it is longer than `longest` bytes, or has no valid Content-Length.
+        """
         length = self.headers.get("Content-Length", "0")
         if "Transfer-Encoding" in self.headers or not re.fullmatch(r"\d{1,18}", length):
             raise Refusal(411, "send a Content-Length, and the body as it is, not in chunks")

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 
-from model import Qwen, Tokenizer, configure, fetch, flag, read_json, write_json
+from model import Qwen, Tokenizer, configure, discard_output, fetch, flag, read_json, write_json
 from sample import generate_each, load_sampler
 from workers import (
     ASSETS,
@@ -840,7 +840,7 @@ def roll_out(
     Each workflow starts as soon as it is written, while other workflows are still being written.
 
     Args:
-        rollouts: Rollouts whose questions and pools are set, and the problems if there is a judge.
+        rollouts: Rollouts whose questions and pools are set. A judge also needs their problems.
         write: A writer (see "Writers" below), or None if the workflows are already set.
         max_steps: The maximum number of steps; a longer workflow is invalid.
         judge: judge(problem, answer) returns what is wrong with an answer, or "" if it is right.
@@ -1492,7 +1492,8 @@ class ConductorHandler(Handler):
             if isinstance(event, Rollout):
                 return event
             if self.body.get("stream") and not self.hung_up():
-                # Ignore a failed write. The system closes a lost connection, which `hung_up` sees.
+                # Ignore a failed write: if the connection is lost, the operating system closes it,
+                # and `hung_up` returns True from then on.
                 with contextlib.suppress(OSError):
                     self.stream(event)
 
@@ -1795,8 +1796,6 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except BrokenPipeError:
-        # The program that reads the output, such as `head`, has exited. Redirect stdout to
-        # /dev/null so that Python can flush it at exit without another error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
     except (OSError, ValueError, WorkerError, KeyboardInterrupt) as e:
         raise SystemExit(str(e) or "interrupted") from None

@@ -988,6 +988,11 @@ def test_a_budget_that_a_function_has_overspent_has_nothing_left(tmp_path):
         one.chat(CHAT)
 
 
+def test_a_budget_that_is_too_small_for_one_call_is_not_called_spent():
+    with pytest.raises(WorkerError, match=r"budget of \$0.001 is too small; .* reserves \$0.0020"):
+        Budget(0.001).reserve(0.002)
+
+
 @pytest.mark.parametrize(
     "answers, left",
     [  # (answers, what is left of $1); an attempt reserves $0.01, and a good reply costs $0.00002
@@ -1025,7 +1030,7 @@ def test_the_most_that_a_call_can_cost_is_reserved():
         worker(server, price=[0, 10], params=params, budget=budget).chat(CHAT)
         with pytest.raises(WorkerError, match="budget"):
             worker(server, budget=budget).chat(CHAT)  # This worker's price is unknown.
-        with pytest.raises(WorkerError, match=r"but for \$0.0100; this call reserves \$0.0200"):
+        with pytest.raises(WorkerError, match=r"too small; this call reserves \$0.0200"):
             worker(server, price=[0, 10], params=params, budget=Budget(0.01)).chat(CHAT)
     assert seen == [pytest.approx(1 - 0.02)] and budget.left == pytest.approx(1 - 20e-6)
 
