@@ -503,10 +503,7 @@ class Qwen(nn.Module):
         Raises ValueError, naming the file, tensor or key, if a file is damaged, if the model is not
         supported, or if the weights are missing or do not match config.json.
         """
-        with torch.device("meta"):  # allocates nothing; load_state_dict assigns the tensors
-            model = cls(Config.from_pretrained(path))
-        if lora_rank:
-            add_lora(model, lora_rank)
+        model = empty_model(Config.from_pretrained(path), lora_rank)
         if shard:
             shard(model)
         state = read_tensors(path)
@@ -573,6 +570,19 @@ class Qwen(nn.Module):
         os.replace(file + ".tmp", file)
 
 
+def empty_model(config: Config, lora_rank: int = 0) -> Qwen:
+    """Return a model whose parameters have a shape, but no values and no memory.
+
+    They are on torch's device "meta"; load_state_dict(…, assign=True) replaces them. With
+    lora_rank, the model has LoRA matrices of this rank (see `add_lora`).
+    """
+    with torch.device("meta"):
+        model = Qwen(config)
+        if lora_rank:
+            add_lora(model, lora_rank)
+    return model
+
+
 def is_llama_with_zero_bias(config: Config) -> bool:
     """Return whether o_proj has a bias in the checkpoint but not in the model.
 
@@ -634,11 +644,8 @@ def dtype_for(config: Config, device) -> torch.dtype:
 
 def count_parameters(config: Config, lora_rank: int = 0) -> int:
     """Return the number of trained weights: the whole model's or, with lora_rank, only LoRA's."""
-    with torch.device("meta"):  # allocates nothing
-        model = Qwen(config)
-        if lora_rank:
-            add_lora(model, lora_rank)
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+    parameters = empty_model(config, lora_rank).parameters()
+    return sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def compute_dtype(device) -> torch.dtype:

@@ -83,11 +83,11 @@ from model import (
     Config,
     Qwen,
     Tokenizer,
-    add_lora,
     check_ids,
     configure,
     count_parameters,
     dtype_for,
+    empty_model,
     fetch,
     flag,
     read_json,
@@ -1517,11 +1517,7 @@ def try_run(settings: Settings, config: Config, entries: list[dict]):
     """
     if settings.device == "cpu" and count_parameters(config) > 1e8:
         return print0("no update was tried: a model of this size takes a GPU")
-    with torch.device("meta"):
-        model = Qwen(config)
-        if settings.lora_rank:
-            add_lora(model, settings.lora_rank)
-        shard(model, settings)
+    model = shard(empty_model(config, settings.lora_rank), settings)
     model.to_empty(device="cpu" if settings.offload else settings.device)
     for p in model.parameters():
         p.detach().to_local().normal_(std=0.02)
@@ -1625,10 +1621,7 @@ def whole_copy(model: Qwen, settings: Settings) -> Qwen:
     be rounded away, and the copy would not sample from the policy that is being trained. All ranks
     call this.
     """
-    with torch.device("meta"):
-        whole = Qwen(model.config)
-        if settings.lora_rank:
-            add_lora(whole, settings.lora_rank)
+    whole = empty_model(model.config, settings.lora_rank)
     dtype = dtype_for(model.config, model.device)
     state = {
         name: p.to(model.device, dtype, copy=True).full_tensor()
