@@ -1647,14 +1647,13 @@ def on_all_ranks(job: Callable):
     of the lowest such rank. All ranks call this.
     """
     result = None
-    error = None
+    errors = []
     try:
         result = job()
     except (OSError, ValueError, WorkerError, SystemExit) as e:
-        error = str(e)
-        if getattr(e, "errno", None) == errno.ENOSPC:
-            error = f"the disk is full: {e}. Free some of it; {GO_ON}"
-    errors = [error for error in all_gather([error]) if error is not None]
+        is_full = getattr(e, "errno", None) == errno.ENOSPC
+        errors = [f"the disk is full: {e}. Free some of it; {GO_ON}" if is_full else str(e)]
+    errors = all_gather(errors)
     if errors:
         leave(errors[0])
     return result
