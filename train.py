@@ -1882,10 +1882,8 @@ def read_metrics(file: Path) -> list[str]:
 def replace_file(file: Path, lines: Iterable[str]):
     """Write a file atomically: a kill or a power cut leaves either its old or its new content."""
     unfinished = Path(f"{file}.tmp")
-    with open(unfinished, "w") as f:
-        f.writelines(f"{line}\n" for line in lines)
-        f.flush()
-        os.fsync(f.fileno())
+    unfinished.write_text("".join(f"{line}\n" for line in lines))
+    sync(unfinished)
     unfinished.replace(file)
     sync(file.parent)
 
