@@ -462,10 +462,10 @@ def find_reason_to_stop(run: Run, groups: Groups, calls: list[Call]) -> str:
     rollouts are lost, because the next iterations would fare no better. An occasional failed call
     does not stop the run, because it loses only one rollout.
     """
-    outcomes = {}  # worker's name -> is_answered of each of its calls, oldest first
+    failures = Counter()  # worker's name -> how many of its calls have failed since the last answer
     for call in sorted(all_gather(calls)):
-        outcomes.setdefault(call.worker, []).append(call.is_answered)
-    gone = [name for name, last in outcomes.items() if len(last) >= 8 and not any(last[-8:])]
+        failures[call.worker] = 0 if call.is_answered else failures[call.worker] + 1
+    gone = [name for name, count in failures.items() if count >= 8]
     rollouts = list(itertools.chain(*groups))
     errors = [r.error for r in rollouts if r.error]
 
