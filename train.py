@@ -1765,12 +1765,14 @@ def log(settings: Settings, metrics: dict, seconds_left: float):
         file.write(json.dumps(metrics) + "\n")
     if settings.wandb:
         sys.modules["wandb"].log(metrics, step=metrics["iteration"])
-    numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
-    del numbers["iteration"]
-    words = " ".join(f"{key} {value:.3g}" for key, value in numbers.items())
+    numbers = [
+        f"{key} {value:.3g}"
+        for key, value in metrics.items()
+        if key != "iteration" and isinstance(value, (int, float))
+    ]
     lost = f", the first by: {metrics['error']}" if metrics["error"] else ""
     done = f"{metrics['iteration'] + 1:4d}/{settings.iterations}"
-    print0(f"{done} {words} ETA {as_duration(seconds_left)}{lost}")
+    print0(f"{done} {' '.join(numbers)} ETA {as_duration(seconds_left)}{lost}")
     if metrics["parsed"] == 0:
         print0(
             f"no completion was a valid workflow; {trace_file(settings, metrics['iteration'])} has "
