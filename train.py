@@ -468,8 +468,9 @@ def find_reason_to_stop(run: Run, groups: Groups, calls: list[Call]) -> str:
     gone = [name for name, count in failures.items() if count >= 8]
     rollouts = list(itertools.chain(*groups))
     errors = [r.error for r in rollouts if r.error]
+    budget = run.pool[0].budget
 
-    if budget_is_spent(run):
+    if any(all_gather([budget is not None and budget.refused])):  # on any rank
         reason_to_stop = (
             "the budget is spent (--resume may spend as much again, or another --budget=DOLLARS)"
         )
@@ -495,15 +496,6 @@ def save_and_leave(run: Run, settings: Settings, iteration: int, reason_to_stop:
         f"stopped in iteration {iteration + 1}, which is not learned, with a checkpoint: "
         f"{reason_to_stop}. {GO_ON}"
     )
-
-
-def budget_is_spent(run: Run) -> bool:
-    """Return whether any rank has refused a call because the budget is spent.
-
-    All ranks call this.
-    """
-    budget = run.pool[0].budget
-    return any(all_gather([budget is not None and budget.refused]))
 
 
 def first_rounds(run: Run, settings: Settings, iteration: int) -> Iterator[Rollout]:
