@@ -1077,12 +1077,19 @@ def load_problems(settings: Settings) -> tuple[list, list]:
 
 
 def choose_prompting(settings: Settings) -> Prompting:
+    """Return how the Conductor is prompted.
+
+    Raises ValueError if --examples is wrong, or if all its examples have too many steps.
+    """
+    examples = read_examples(settings.examples) if settings.examples else []
+    if settings.examples and all(len(one["steps"]) > settings.max_steps for one in examples):
+        raise ValueError(f"none has at most --max_steps={settings.max_steps} steps")
     return Prompting(
         settings.prompt_style,
         settings.max_steps,
         settings.max_new_tokens,
         settings.notes,
-        examples=read_examples(settings.examples) if settings.examples else [],
+        examples,
     )
 
 
@@ -1284,12 +1291,7 @@ def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict]
         attempt(f"--grader={settings.grader}", evaluation.failure, own[0], own[0].answer)
 
     # The user's own examples and reward.
-    if settings.examples:
-        examples = attempt("--examples", read_examples, settings.examples)
-        if examples is not None and all(
-            len(example["steps"]) > settings.max_steps for example in examples
-        ):
-            missing.append(f"--examples: none has at most --max_steps={settings.max_steps} steps")
+    attempt("--examples", choose_prompting, settings)
     if settings.reward:
         attempt("--reward", load_function, settings.reward)
 
