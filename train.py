@@ -738,7 +738,7 @@ def schedule(step: int, steps: int, warmup: float) -> float:
     warm = max(1, round(warmup * steps))
     if step < warm:
         return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * ((step - warm) / max(1, steps - warm))))
+    return 0.5 * (1 + math.cos(math.pi * ((step - warm) / (steps - warm))))
 
 
 def my_share(rollouts: list[Rollout]) -> list[Rollout]:
