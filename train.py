@@ -1198,25 +1198,26 @@ def print_results(run: Run, settings: Settings):
     """
     pool = "" if settings.pool in LOCAL else f" --pool={settings.pool}"
     print0(f"python workflow.py QUESTION --checkpoint={settings.out}/checkpoint{pool} asks it")
+    if not settings.n_test:
+        return
     run.optimizer = run.reference = None  # free their memory for the evaluation
-    if settings.shuffle and settings.n_test:
+    if settings.shuffle:
         answered = conduct_problems(run, run.test, settings, "test:shuffled")
         print0(f"each with a pool in an order of its own: {count_right(answered)}")
     dollars_left = sum(all_gather([run.pool[0].budget.left if settings.budget else 0.0]))
-    if settings.n_test:
-        system = f"no-{settings.ablate}" if settings.ablate else "conductor"
-        measured = evaluation.Settings(
-            systems=f"{system},workers,random",
-            benchmarks=settings.data,
-            checkpoint=f"{settings.out}/checkpoint",
-            budget=dollars_left,
-            pool=settings.pool,
-            limit=settings.n_test,
-            extra_rounds=int(settings.recursion),
-            replay=f"{settings.out}/replies",
-            out=f"{settings.out}/test.json",
-        )
-        on_rank0(lambda: evaluation.compare_systems(measured))
+    system = f"no-{settings.ablate}" if settings.ablate else "conductor"
+    measured = evaluation.Settings(
+        systems=f"{system},workers,random",
+        benchmarks=settings.data,
+        checkpoint=f"{settings.out}/checkpoint",
+        budget=dollars_left,
+        pool=settings.pool,
+        limit=settings.n_test,
+        extra_rounds=int(settings.recursion),
+        replay=f"{settings.out}/replies",
+        out=f"{settings.out}/test.json",
+    )
+    on_rank0(lambda: evaluation.compare_systems(measured))
 
 
 # ---- What a run needs ---------------------------------------------------------------------------
