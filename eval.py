@@ -31,7 +31,6 @@ import sys
 import tempfile
 import textwrap
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -229,8 +228,7 @@ def read_problems(file: str) -> list[Problem]:
 
         {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short", "kind": "books"}
 
-    A problem without an "id" is named after its question, not after its line. So its replies, which
-    --replay keeps, are found again when lines are added or removed.
+    A problem without an "id" is named after its line, for example "mine.jsonl/7".
 
     Raises:
         FileNotFoundError: If the file is missing.
@@ -243,17 +241,12 @@ def read_problems(file: str) -> list[Problem]:
         raise FileNotFoundError(f"{file} is missing{hint}")
     problems = {}  # id -> problem
     faults = []
-    repeats = Counter()  # question -> the number of lines that have asked it so far
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                problem = parse_problem(line)
-                repeats[problem.question] += 1
-                digest = hashlib.sha256(problem.question.encode()).hexdigest()[:16]
-                default_id = f"{os.path.basename(file)}/{digest}-{repeats[problem.question]}"
-                problem.id = problem.id or default_id
+                problem = parse_problem(line, f"{os.path.basename(file)}/{number}")
                 require(problem.id not in problems, f"two lines have one id, {problem.id}")
                 problems[problem.id] = problem
             except ValueError as e:
@@ -263,8 +256,10 @@ def read_problems(file: str) -> list[Problem]:
     return [*problems.values()]
 
 
-def parse_problem(line: bytes) -> Problem:
-    """Return the problem that a line of JSON describes. Its id is "" if the line has none.
+def parse_problem(line: bytes, default_id: str) -> Problem:
+    """Return the problem that a line of JSON describes.
+
+    If the line has no "id", the problem gets `default_id`.
 
     Raises:
         ValueError: If the line is invalid.
@@ -281,7 +276,7 @@ def parse_problem(line: bytes) -> Problem:
         require(key in fields, f"there is no field {key!r:.50}, only {', '.join(fields)}")
     for key in ("question", "answer"):
         require(key in values, f'"{key}" is missing')
-    problem = Problem(**{"id": "", "grader": "own", **values})
+    problem = Problem(**{"id": default_id, "grader": "own", **values})
     check_problem(problem)
     return problem
 
@@ -353,10 +348,16 @@ AGGREGATE = (
 
 
 def new_rollouts(problems: list[Problem], pools: list, prefix: str) -> list[Rollout]:
-    pairs = zip(problems, pools, strict=True)
-    return [
-        Rollout(p.question, pool, problem=p, call_prefix=f"{prefix}/{p.id}") for p, pool in pairs
-    ]
+    rollouts = []
+    for problem, pool in zip(problems, pools, strict=True):
+        name = problem.id
+        if re.fullmatch(r".*\.jsonl/\d+", name):
+            # The problem is named after its line, which changes when the file is edited. Use the
+            # question instead, so that a replay file still recognises its calls.
+            name = hashlib.sha256(problem.question.encode()).hexdigest()
+        call_prefix = f"{prefix}/{name}"
+        rollouts.append(Rollout(problem.question, pool, problem=problem, call_prefix=call_prefix))
+    return rollouts
 
 
 def conductor(

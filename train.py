@@ -30,7 +30,9 @@ import ctypes
 import datetime
 import errno
 import fcntl
+import functools
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -165,7 +167,7 @@ class Settings:
         "question are then correlated, because they share each such reply, lucky or not",
     )
     workflow_timeout: float = flag(
-        1800.0, "seconds that a workflow may run before its rollout is lost"
+        1800.0, "seconds that a workflow may run in training before its rollout is lost"
     )
 
     # The Conductor's prompt, and limits on its workflows.
@@ -641,6 +643,7 @@ def reward(rollout: Rollout, settings: Settings) -> float | None:
     return 1.0 if rollout.right else 0.5
 
 
+load_reward = functools.cache(load_function)  # keep the function, even if its file is edited
 LARGEST_REWARD = 1e15  # Eq. 2 squares rewards in fp32, whose largest number is 3e38
 
 
@@ -650,7 +653,7 @@ def own_reward(rollout: Rollout, function: str) -> float:
     Raises ValueError if the function fails or does not return a number within ±LARGEST_REWARD.
     """
     try:
-        value = float(load_function(function)(rollout))
+        value = float(load_reward(function)(rollout))
         if not abs(value) <= LARGEST_REWARD:
             raise ValueError(f"it returned {value}")
     except Exception as e:
@@ -659,6 +662,11 @@ def own_reward(rollout: Rollout, function: str) -> float:
             f"{type(e).__name__}: {e}. Once the function is mended, {GO_ON}"
         ) from e
     return value
+
+
+def check_reward(function: str):
+    """Raise ValueError or TypeError if FILE.py:NAME is not a function of one rollout."""
+    inspect.signature(load_reward(function)).bind("rollout")
 
 
 def trajectories(groups: Groups) -> list[Groups]:
@@ -913,6 +921,8 @@ def set_up(settings: Settings) -> Run:
         lock_on_all_machines(Path(settings.out, "lock"))
     checkpoint = on_rank0(lambda: newest_checkpoint(settings))
     first_iteration = int(checkpoint.name) if checkpoint else 0
+    if first_iteration > settings.iterations:
+        leave(f"--iterations={settings.iterations}: the run has done {first_iteration} already")
     start = str(checkpoint or settings.init_from)  # "" for a new tiny model
     check_or_leave(settings, start)
 
@@ -937,7 +947,9 @@ def set_up(settings: Settings) -> Run:
         first_iteration=first_iteration,
         wrong_share={problem.kind: torch.ones(()) for problem in problems},
     )
-    n_prompt = check_longest_prompt(run)
+    n_prompt = on_all_ranks(
+        lambda: check_longest_prompt(model.config, tokenizer, problems + test, pool, prompting)
+    )
     on_rank0(lambda: open_folder(settings, first_iteration))
     print0(
         f"{count_parameters(model.config):,} parameters in "
@@ -1107,24 +1119,26 @@ def check_unchanged(checkpoint: Path, prompting: Prompting, pool: list):
         )
 
 
-def check_longest_prompt(run: Run) -> int:
+def check_longest_prompt(
+    config: Config, tokenizer: Tokenizer, problems: list, pool: list, prompting: Prompting
+) -> int:
     """Return the number of tokens in the longest question's prompt.
 
-    Ends the program if the model's context does not hold this prompt and max_new_tokens more. The
-    question with the most bytes counts as the longest, because counting all questions' tokens would
-    take seconds. The longer prompts of second rounds are not checked.
+    The question with the most bytes counts as the longest, because counting all questions' tokens
+    would take seconds. The longer prompts of second rounds are not checked.
+
+    Raises ValueError if the model's context does not hold this prompt and max_new_tokens more.
     """
-    questions = [problem.question for problem in run.problems + run.test]
+    questions = [problem.question for problem in problems]
     longest = max(questions, key=lambda question: len(question.encode()))
-    chat = conductor_chat(Rollout(longest, run.pool), run.prompting)
-    n_read = len(run.tokenizer.chat(chat))
-    n_written = run.prompting.max_new_tokens
-    if n_read + n_written > run.model.config.max_position_embeddings:
-        leave(
+    chat = conductor_chat(Rollout(longest, pool), prompting)
+    n_read = len(tokenizer.chat(chat))
+    n_written = prompting.max_new_tokens
+    if n_read + n_written > config.max_position_embeddings:
+        raise ValueError(
             f"the Conductor cannot read the {n_read} tokens of its prompt and write "
-            f"--max_new_tokens={n_written}, as its context has "
-            f"{run.model.config.max_position_embeddings}; --prompt_style=short is the shortest "
-            f"prompt. The question is {one_line(longest):.60}"
+            f"--max_new_tokens={n_written}, as its context has {config.max_position_embeddings}; "
+            f"--prompt_style=short is the shortest prompt. The question is {one_line(longest):.60}"
         )
     return n_read
 
@@ -1294,13 +1308,19 @@ def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict]
     # The user's own examples and reward.
     attempt("--examples", choose_prompting, settings)
     if settings.reward:
-        attempt("--reward", load_function, settings.reward)
+        attempt("--reward", check_reward, settings.reward)
 
     # The workers, and the money for them.
     entries = attempt("workers", read_pool, settings.pool) or []
     if entries:
         missing += check_workers(settings, entries)
         attempt("money", check_money, settings, entries, len(test))
+    # If nothing else is missing, try the longest prompt. (A new tiny model has no tokenizer yet.)
+    if start and not missing:
+        tokenizer = Tokenizer.from_pretrained(start)
+        pool = load_pool(settings.pool, budget=settings.budget)
+        prompting = choose_prompting(settings)
+        attempt("prompt", check_longest_prompt, config, tokenizer, problems + test, pool, prompting)
     # If nothing is missing, call each worker once, except in a dry run if calls may cost money.
     if not missing and not (settings.dry_run and probable_cost(entries, 1) != 0.0):
         pool = load_pool(settings.pool, budget=settings.budget)
@@ -1324,6 +1344,8 @@ def check_flags(settings: Settings) -> list[str]:
         faults.append("--lora_rank: there is no pretrained model to freeze without --init_from")
     if settings.examples and settings.prompt_style == "short":
         faults.append("--examples: --prompt_style=short shows none; choose zero-shot")
+    if "," in settings.data:
+        faults.append("--data: eval.py, which measures the Conductor, splits names at commas")
     if settings.shuffle and not settings.notes:
         faults.append("--shuffle: without --notes nothing tells who is who")
     if settings.wandb and importlib.util.find_spec("wandb") is None:
@@ -1839,8 +1861,9 @@ def discard_empty(out: Path):
 def open_folder(settings: Settings, first_iteration: int):
     """Prepare --out for the iterations from first_iteration on, and start W&B if it is wanted.
 
-    Writes settings.json, drops the metrics of iterations that will be repeated, and tidies the
-    checkpoints, in case the run was killed before it did so.
+    Writes settings.json, drops the metrics of iterations that will be repeated and, if iterations
+    follow, the measurement of the last checkpoint. Tidies the checkpoints, in case the run was
+    killed before it did so.
     """
     os.makedirs(f"{settings.out}/traces", exist_ok=True)
     if settings.wandb:
@@ -1849,6 +1872,9 @@ def open_folder(settings: Settings, first_iteration: int):
     file = Path(settings.out, "metrics.jsonl")
     lines = read_metrics(file) if file.exists() else []
     replace_file(file, [line for line in lines if json.loads(line)["iteration"] < first_iteration])
+    if first_iteration < settings.iterations:
+        for file in evaluation.output_files(f"{settings.out}/test.json"):
+            Path(file).unlink(missing_ok=True)
     if first_iteration:
         tidy(Path(settings.out))
 

@@ -1383,7 +1383,7 @@ class Service:
 
 
 # The files of a training run that the page may read.
-RUN_FILE = re.compile(r"/run/(settings\.json|metrics\.jsonl|traces/\d{5,9}\.jsonl)")
+RUN_FILE = re.compile(r"/run/((settings|test)\.json|metrics\.jsonl|traces/\d{5,9}\.jsonl)")
 NOBODY_WAITS = "stopped, as nobody waits for the answer"
 
 

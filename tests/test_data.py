@@ -387,14 +387,6 @@ def test_two_rows_with_one_id_are_refused(tmp_path):
         read_problems(write(tmp_path, row, {**row, "question": "another"}))
 
 
-def test_a_problem_without_an_id_keeps_its_name_when_its_file_is_edited(tmp_path):
-    first, second = ({"question": q, "answer": "a", "grader": "exact"} for q in ("one", "two"))
-    [before] = read_problems(write(tmp_path, second))
-    after = read_problems(write(tmp_path, first, {**second, "answer": "b"}, second))
-    assert before.id == after[1].id
-    assert len({problem.id for problem in after}) == 3
-
-
 def test_a_kind_that_would_break_a_table_is_refused(tmp_path):
     row = {"question": "q", "answer": "a", "grader": "exact", "kind": "a\nb"}
     with pytest.raises(ValueError, match="kind: 'a.*b' is not one line"):

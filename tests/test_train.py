@@ -32,6 +32,7 @@ from train import (
     Settings,
     bytes_for,
     check_longest_prompt,
+    check_reward,
     discard_empty,
     files_of,
     find_reason_to_stop,
@@ -264,6 +265,11 @@ def test_a_reward_of_ones_own(tmp_path):
         reward(faulty, settings)
     with pytest.raises(ValueError, match="mine.py:huge failed .*ValueError: it returned -1e"):
         reward(faulty, Settings(reward=f"{tmp_path}/mine.py:huge"))
+    (tmp_path / "mine.py").write_text("def short(rollout): return 7")
+    assert reward(of(True), settings) == pytest.approx(0.8)  # as when the run began
+    (tmp_path / "two.py").write_text("def reward(rollout, settings): return 7")
+    with pytest.raises(TypeError, match="missing a required argument: 'settings'"):
+        check_reward(f"{tmp_path}/two.py:reward")
 
 
 def test_a_shuffled_pool_is_a_pool_of_its_own():
@@ -528,6 +534,10 @@ def test_a_run_with_everything_of_ones_own(tmp_path):
     status, _, err = end_of(launch("--preset=own", *flags[1:], f"--out={tmp_path}/none"))
     # The preset's completions of up to 1,024 tokens do not fit into the tiny model's context.
     assert status == 1 and "cannot read the 29 tokens" in err
+    status, _, err = end_of(
+        launch("--preset=own", *flags[1:], f"--out={tmp_path}/none", "--dry_run")
+    )
+    assert status == 1 and "cannot read the 29 tokens" in err
     assert not os.path.exists(f"{tmp_path}/none")
     said = train("--preset=own", *flags[1:], f"--out={tmp_path}/out", "--max_new_tokens=96")
     assert metrics(f"{tmp_path}/out")[0]["lost"] == 0
@@ -607,13 +617,10 @@ def test_an_iteration_without_a_valid_workflow_says_so(tmp_path, capsys):
 
 def test_the_longest_question_is_the_one_with_the_most_bytes():
     tokenizer = SimpleNamespace(chat=lambda chat: str(chat))
-    model = SimpleNamespace(config=Config(max_position_embeddings=300))
+    config = Config(max_position_embeddings=300)
     short, dense = Problem("1", "x" * 40, "", "same"), Problem("2", "é" * 30, "", "same")
-    run = SimpleNamespace(tokenizer=tokenizer, model=model, pool=POOL, prompting=SHORT)
-    run.problems, run.test = [short], [dense]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pytest.raises(SystemExit, match="cannot read .* tokens of its prompt.* has 300; .* éé"):
-        check_longest_prompt(run)
+    with pytest.raises(ValueError, match="cannot read .* tokens of its prompt.* has 300; .* éé"):
+        check_longest_prompt(config, tokenizer, [short, dense], POOL, SHORT)
 
 
 def test_wandb_that_fails_and_examples_that_are_too_long_are_named_at_once(tmp_path, monkeypatch):
@@ -790,6 +797,7 @@ def test_only_what_a_user_names_costs_money():
         ("--lora_rank=8", "--lora_rank: there is no pretrained model"),
         ("--examples=mine.json", "--examples: --prompt_style=short shows none"),
         ("--shuffle", "--shuffle: without --notes"),
+        ("--data=a,b.jsonl", "splits names at commas"),
         ("--wandb", "--wandb: the package wandb is not installed"),
     ],
 )

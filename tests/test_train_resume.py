@@ -454,6 +454,22 @@ def test_a_torn_line_of_metrics_says_what_to_do(tmp_path):
     assert file.read_text() == second
 
 
+def test_a_run_that_goes_on_drops_the_measurement_of_its_old_end(tmp_path):
+    out, settings = copy_of_run(tmp_path)
+    module.open_folder(replace(settings, iterations=2), first_iteration=2)
+    assert {"test.json", "test.jsonl"} < {*os.listdir(out)}
+    module.open_folder(replace(settings, iterations=3), first_iteration=2)
+    assert not {"test.json", "test.jsonl"} & {*os.listdir(out)}
+
+
+def test_fewer_iterations_than_are_done_are_refused(tmp_path):
+    out, _ = copy_of_run(tmp_path)
+    before = Path(out, "settings.json").read_text()
+    status, _, err = end_of(launch(f"--out={out}", "--resume", "--iterations=1"))
+    assert status == 1 and "--iterations=1: the run has done 2 already" in err
+    assert Path(out, "settings.json").read_text() == before
+
+
 def test_what_was_not_measured_is_measured_when_the_run_goes_on(tmp_path, monkeypatch, capsys):
     """An API key expired while the checkpoint of the first two iterations was measured."""
     file = tmp_path / "metrics.jsonl"
