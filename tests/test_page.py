@@ -290,6 +290,15 @@ def test_a_run_is_shown_with_its_rollouts_and_its_curve(browser, tmp_path):
         state = browser.run("document.querySelector('#run-state').textContent")
         points = browser.run("document.querySelectorAll('#curve .dot').length")
 
+        # A finished run shows its last measurement, which is in a file of its own.
+        (tmp_path / "settings.json").write_text(json.dumps(settings | {"iterations": 1}))
+        test = {"laptop, conductor": {"accuracy": 0.982}, "laptop, random": {"accuracy": 0.0}}
+        (tmp_path / "test.json").write_text(json.dumps(test))
+        browser.run("document.querySelector('#reload').click()")
+        browser.wait_for("document.querySelector('#run-state').textContent.includes('finished')")
+        end = browser.run("document.querySelector('#run-state').textContent")
+
+    assert end.endswith("finished: 98.2 % of the held-out questions are right")
     assert "right" in cards[0] and "advantage 0.70" in cards[0] and "librarian" in cards[0]
     assert "no workflow" in cards[1] and "the list is missing" in cards[1]
     assert state == "laptop: 1 of 2 iterations, about 2 min left" and points == 1

@@ -548,11 +548,12 @@ def test_the_page_and_a_run_and_nothing_else(tmp_path):
     (run / "settings.json").write_text('{"out": "run"}')
     (run / "metrics.jsonl").write_text('{"iteration": 0, "loss": NaN}\n{"iteration": 1}\n{"ite')
     (run / "traces" / "00007.jsonl").write_text('{"question": "Why?"}\n')
+    (run / "test.json").write_text('{"laptop, conductor": {}}')
     with served([Player("a", str)], chain(0), run=str(run), api_key="key") as url:
         get = lambda path, **headers: requests.get(f"{url}{path}", headers=headers, timeout=60)
         page = get("/")
         key = {"Authorization": "Bearer key"}
-        names = ("settings.json", "metrics.jsonl", "traces/00007.jsonl")
+        names = ("settings.json", "metrics.jsonl", "traces/00007.jsonl", "test.json")
         found = [get(f"/run/{name}", **key).json() for name in names]
         missing = ["/run/traces/00008.jsonl", "/run/secret.json", "/run/../secret.json"]
         missing += ["/run/traces/..%2Fsettings.json", "/run/traces/", "/assets/plot.py", "/run/"]
@@ -563,6 +564,7 @@ def test_the_page_and_a_run_and_nothing_else(tmp_path):
     assert found[0] == {"out": "run"}
     assert found[1] == [{"iteration": 0, "loss": None}, {"iteration": 1}]
     assert found[2] == [{"question": "Why?"}]
+    assert found[3] == {"laptop, conductor": {}}
 
 
 DAMAGED = [b'{"ite\n{}\n', b"\0\0\0\n", b"\xff\n", b"\n", b"[" * 200_000 + b"\n"]
