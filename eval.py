@@ -31,6 +31,7 @@ import sys
 import tempfile
 import textwrap
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -295,7 +296,7 @@ def check_problem(problem: Problem):
     require(problem.question.strip(), "question: it has 0 characters")
     message = f"kind: {problem.kind!r} is the name of a table's column; choose another"
     require(problem.kind not in COLUMNS, message)
-    require(problem.kind.isprintable(), f"kind: {problem.kind!r} is not one line of text")
+    require(problem.kind.splitlines() == [problem.kind], f"kind: {problem.kind!r} is not one line")
 
     # Check the contents of "extra".
     missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in problem.extra]
@@ -349,12 +350,15 @@ AGGREGATE = (
 
 def new_rollouts(problems: list[Problem], pools: list, prefix: str) -> list[Rollout]:
     rollouts = []
+    repeats = Counter()  # question -> how many of the problems ask it so far
     for problem, pool in zip(problems, pools, strict=True):
         name = problem.id
+        repeats[problem.question] += 1
         if re.fullmatch(r".*\.jsonl/\d+", name):
             # The problem is named after its line, which changes when the file is edited. Use the
             # question instead, so that a replay file still recognises its calls.
-            name = hashlib.sha256(problem.question.encode()).hexdigest()
+            digest = hashlib.sha256(problem.question.encode()).hexdigest()
+            name = f"{digest}/{repeats[problem.question]}"
         call_prefix = f"{prefix}/{name}"
         rollouts.append(Rollout(problem.question, pool, problem=problem, call_prefix=call_prefix))
     return rollouts
@@ -981,8 +985,8 @@ def stop_if_lost(rollouts: list[Rollout], pool: list):
     """Exit with status 1 if a call was refused for lack of budget, or if every rollout was lost."""
     if pool[0].budget and pool[0].budget.refused:
         raise SystemExit(
-            "the budget is spent, or too small for a call, and what came after is not counted: to "
-            "go on, run it again with a larger --budget (train.py: and with --resume)"
+            "the budget is spent, or too small for a call, and calls that it refused are not "
+            "counted: to go on, run it again with a larger --budget (train.py: and with --resume)"
         )
     errors = [rollout.error for rollout in rollouts]
     if errors and all(errors):
@@ -3077,17 +3081,18 @@ def main(argv: list[str]):
         command = prepare if words else compare_systems
         command(settings)
         sys.stdout.flush()
-    except BrokenPipeError:
-        discard_output()
-        raise SystemExit(1) from None
     except (ValueError, FileNotFoundError, IsADirectoryError) as e:
         usage_error(str(e))
-    except (OSError, WorkerError) as e:
-        raise SystemExit(str(e)) from None
-    except KeyboardInterrupt:
+    except (BrokenPipeError, KeyboardInterrupt) as e:
         kept = f"the same command goes on with the replies in {settings.replay}"
         lost = "no replies are kept; --replay=FILE would keep them"
-        raise SystemExit(f"interrupted: {kept if settings.replay else lost}") from None
+        remedy = kept if settings.replay else lost
+        if isinstance(e, KeyboardInterrupt):
+            raise SystemExit(f"interrupted: {remedy}") from None
+        discard_output()
+        raise SystemExit(f"--out was not written: {remedy}" if settings.out else 1) from None
+    except (OSError, WorkerError) as e:
+        raise SystemExit(str(e)) from None
 
 
 if __name__ == "__main__":

@@ -666,7 +666,9 @@ def own_reward(rollout: Rollout, function: str) -> float:
 
 def check_reward(function: str):
     """Raise ValueError or TypeError if FILE.py:NAME is not a function of one rollout."""
-    inspect.signature(load_reward(function)).bind("rollout")
+    loaded = load_reward(function)
+    with contextlib.suppress(ValueError):  # Python cannot tell the parameters of some functions.
+        inspect.signature(loaded).bind("rollout")
 
 
 def trajectories(groups: Groups) -> list[Groups]:
@@ -922,7 +924,9 @@ def set_up(settings: Settings) -> Run:
     checkpoint = on_rank0(lambda: newest_checkpoint(settings))
     first_iteration = int(checkpoint.name) if checkpoint else 0
     if first_iteration > settings.iterations:
-        leave(f"--iterations={settings.iterations}: the run has done {first_iteration} already")
+        leave(
+            f"--iterations={settings.iterations}: the run has already done {first_iteration} of them"
+        )
     start = str(checkpoint or settings.init_from)  # "" for a new tiny model
     check_or_leave(settings, start)
 
@@ -1345,7 +1349,9 @@ def check_flags(settings: Settings) -> list[str]:
     if settings.examples and settings.prompt_style == "short":
         faults.append("--examples: --prompt_style=short shows none; choose zero-shot")
     if "," in settings.data:
-        faults.append("--data: eval.py, which measures the Conductor, splits names at commas")
+        faults.append(
+            "--data: eval.py, which measures the Conductor, splits names at commas; rename the file"
+        )
     if settings.shuffle and not settings.notes:
         faults.append("--shuffle: without --notes nothing tells who is who")
     if settings.wandb and importlib.util.find_spec("wandb") is None:

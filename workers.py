@@ -987,7 +987,8 @@ class Budget:
             if dollars > self.left:
                 self.refused = True
                 left = max(self.left, 0.0)
-                state = f"is spent, but for ${left:.4f}" if left < self.dollars else "is too small"
+                is_too_small = dollars > self.dollars
+                state = "is too small" if is_too_small else f"is spent, but for ${left:.4f}"
                 raise WorkerError(
                     f"the budget of ${self.dollars:g} {state}; this call reserves ${dollars:.4f}"
                 )
@@ -1454,7 +1455,7 @@ class Handler(BaseHTTPRequestHandler):
     def read_body(self, longest: int) -> bytes:
         """Return the request's body.
 
-        Raises Refusal if it is longer than `longest` bytes, or has no valid Content-Length.
+        Raises Refusal if it is longer than `longest` bytes, or if it is sent in chunks.
         """
         length = self.headers.get("Content-Length", "0")
         if "Transfer-Encoding" in self.headers or not re.fullmatch(r"\d{1,18}", length):

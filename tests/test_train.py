@@ -270,6 +270,10 @@ def test_a_reward_of_ones_own(tmp_path):
     (tmp_path / "two.py").write_text("def reward(rollout, settings): return 7")
     with pytest.raises(TypeError, match="missing a required argument: 'settings'"):
         check_reward(f"{tmp_path}/two.py:reward")
+    (tmp_path / "getter.py").write_text("import operator\nreward = operator.attrgetter('right')")
+    check_reward(f"{tmp_path}/getter.py:reward")  # Python cannot tell its parameters.
+    with pytest.raises(ValueError, match="no file"):
+        check_reward("none.py:f")
 
 
 def test_a_shuffled_pool_is_a_pool_of_its_own():

@@ -989,8 +989,11 @@ def test_a_budget_that_a_function_has_overspent_has_nothing_left(tmp_path):
 
 
 def test_a_budget_that_is_too_small_for_one_call_is_not_called_spent():
+    budget = Budget(0.001)
+    budget.reserve(0.0001)
+    budget.settle(0.0001, 0.0001)
     with pytest.raises(WorkerError, match=r"budget of \$0.001 is too small; .* reserves \$0.0020"):
-        Budget(0.001).reserve(0.002)
+        budget.reserve(0.002)
 
 
 @pytest.mark.parametrize(

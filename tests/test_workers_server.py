@@ -430,6 +430,17 @@ def test_a_bug_ends_the_connection_and_the_answer_says_so(parrot):
     assert answer.startswith(b"HTTP/1.1 500") and b"\r\nConnection: close\r\n" in answer
 
 
+def test_a_bug_in_a_page_is_answered_with_500(capfd):
+    class Buggy(Handler):
+        def page(self, path):
+            raise KeyError("a bug")
+
+    with served(Buggy) as url:
+        answer = requests.get(f"{url}/", timeout=60)
+        assert answer.status_code == 500 and "KeyError: 'a bug'" in answer.text
+    assert "KeyError: 'a bug'" in capfd.readouterr().err
+
+
 def test_an_error_ends_a_stream(parrot):
     text = post(parrot, say("fail", stream=True)).text
     last = text.split("\n\n")[-2]
