@@ -924,9 +924,7 @@ def set_up(settings: Settings) -> Run:
     checkpoint = on_rank0(lambda: newest_checkpoint(settings))
     first_iteration = int(checkpoint.name) if checkpoint else 0
     if first_iteration > settings.iterations:
-        leave(
-            f"--iterations={settings.iterations}: the run has already done {first_iteration} of them"
-        )
+        leave(f"--iterations={settings.iterations}: the run has already done {first_iteration}")
     start = str(checkpoint or settings.init_from)  # "" for a new tiny model
     check_or_leave(settings, start)
 

@@ -466,7 +466,7 @@ def test_fewer_iterations_than_are_done_are_refused(tmp_path):
     out, _ = copy_of_run(tmp_path)
     before = Path(out, "settings.json").read_text()
     status, _, err = end_of(launch(f"--out={out}", "--resume", "--iterations=1"))
-    assert status == 1 and "--iterations=1: the run has already done 2 of them" in err
+    assert status == 1 and "--iterations=1: the run has already done 2" in err
     assert Path(out, "settings.json").read_text() == before
 
 
