@@ -201,10 +201,10 @@ def with_instructions(problem: Problem) -> Problem:
 def split_of_file(file: str, split: str) -> list[Problem]:
     """Return the train or test split of the problems in a user's file.
 
-    If the file has at least 20 different questions, only a hash of a question's text decides its
-    split: about a fifth of the questions are for testing, and stay so when the file is edited. A
-    smaller file serves as both splits. The problems are interleaved (see `interleave`), since the
-    file may be sorted by kind.
+    If the file has at least 20 different questions, a hash of a question's text decides its split:
+    about a fifth are test questions, and editing the file seldom moves a question to the other
+    split. A smaller file serves as both splits. The problems are interleaved (see `interleave`),
+    since the file may be sorted by kind.
     """
     problems = read_problems(file)
     hashes = {hash_of(problem.question) for problem in problems}
@@ -1276,7 +1276,7 @@ def boxed(response: str) -> str | None:
     skipped. Returns "" if all boxes are empty, if the last one is not closed, or if adjacent text
     changes its value: "-\boxed{5}".
     """
-    # Treat <answer> as a box. The full stop separates the tag from any box after it.
+    # Treat <answer> as a box. A full stop after it keeps it apart from any box that follows.
     text = re.sub("(?i)<answer>", r"\\boxed{", response[-100 * LONGEST :])
     text = re.sub("(?i)</answer>", "}\n.\n", text).replace("**", " ")
     filled = re.sub(r"\\boxed\{\s*\}", "", text)  # drops empty boxes: "Put your answer in \boxed{}"
@@ -1529,7 +1529,7 @@ RULES = [
     (r"\^(-\d+)", r"^{\1}"),
     # Spaces: removed, except between words, numbers and units, as in 5 cm and \frac{1}{2} cm
     (r"(?<![A-Za-z0-9})π])\s|(?<=[})π])\s(?![A-Za-z])|\s(?![A-Za-z0-9])", ""),
-    # Marks at the end: 5. -> 5 and 5, -> 5, but 5... stays
+    # Marks at the end: "5." -> "5" and "5," -> "5", but "5..." stays
     (r"(?:(?<!\.)\.|[\\,;])$", ""),
     # Approximations: √2 ≈ 1.41 -> √2, but ≈ 1.41 alone -> 1.41
     (r"(?<=[^x=])≈-?\d*\.\d+\D*$|^(?:[a-z]=?)?≈(?=\d*\.)", ""),
@@ -1676,7 +1676,7 @@ class Expression:
         self.tokens = [*tokens, "end"]
         try:
             value = self.read(1)
-            abs(value)  # raises OverflowError if the value is too large
+            abs(value)  # raises OverflowError if a complex value is too large
         except (ArithmeticError, ValueError):  # undefined or too large at this point
             return math.nan
         if self.tokens != ["end"]:
@@ -2540,9 +2540,9 @@ def can_teach(right: np.ndarray) -> np.ndarray:
 
 # ---- Running code --------------------------------------------------------------------------------
 #
-# `run_code` runs a program on tests. The functions that judge programs come last: solutions to
-# LiveCodeBench's problems are judged by what they print or return, those to BigCodeBench's by unit
-# tests.
+# `run_code` runs a program on tests. The functions that judge programs come last: a solution to a
+# LiveCodeBench problem is judged by what it prints or returns, and a solution to a BigCodeBench
+# problem by unit tests.
 
 SANDBOX = "bwrap"
 
@@ -2710,7 +2710,7 @@ def run_test(
 def wait_and_kill(process: subprocess.Popen, ready: int, seconds: float) -> tuple[bool, bool]:
     """Wait until the driver is ready, give it `seconds` to end, then kill its process group.
 
-    Returns (whether the program started, whether it ended in time).
+    Returns (whether the driver was ready within 60 s, whether it ended in time).
     """
     end = os.pidfd_open(process.pid)
     started = ready in wait([end, ready], 60)  # seconds, enough for a busy machine

@@ -162,6 +162,7 @@ def fused(function):
 def is_worth_fusing(x) -> bool:
     """Return whether to compile a function of x, instead of running one kernel per operation.
 
+    Only functions of bf16 tensors on a GPU are compiled.
     Calling a compiled function costs about 0.1 ms of CPU time. If x is large, this time is hidden,
     because the GPU is busy for longer. In inference mode, which only the sampler uses, functions of
     a small x are compiled, too: the sampler rarely calls them, because it replays CUDA graphs.
@@ -473,8 +474,8 @@ class Qwen(nn.Module):
         """Join matrices that multiply the same vector, to speed up sampling. Return the model.
 
         The joined parameters keep their names, but become views of the joined matrices. No
-        parameter gets gradients any longer, so use this only for a model that just samples. The
-        model must have no LoRA matrices, because a joined product leaves them out.
+        parameter gets gradients any longer, so the model cannot be trained afterwards. It must have
+        no LoRA matrices, because the product with a joined matrix would leave them out.
         """
         self.requires_grad_(False)
         for layer in self.model.layers:

@@ -960,7 +960,7 @@ def set_up(settings: Settings) -> Run:
         f"{', '.join(worker.name for worker in pool)}"
     )
 
-    # Do the warm start, and load the reference policy of the KL.
+    # Do the warm start, and load the reference policy for the KL, if there are any.
     if settings.resume and not checkpoint:
         print0("there is no checkpoint yet: the run starts again, with the rollouts on disk")
     if settings.warm_steps < 0:
@@ -2234,7 +2234,8 @@ MAY_CHANGE = {
     "wandb",
     "workflow_timeout",
 }
-# A flag's name in this program's third edition, whose runs can be resumed -> its present name
+# Old name of a flag -> present name. Runs of the third edition, which used the old names, can still
+# be resumed.
 OLD_FLAGS = {
     "prompt": "prompt_style",
     "questions": "n_questions",

@@ -1669,7 +1669,7 @@ class Server(ThreadingHTTPServer):
 
 
 def serve_specialists(port: int, wait=threading.Event().wait):
-    """Serve the laptop world's workers on 127.0.0.1 until `wait` returns. First print the URL."""
+    """Print the URL of the laptop world's workers, and serve them until `wait` returns."""
     server = Server(port, SpecialistHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
@@ -1730,7 +1730,7 @@ def main():
 
 
 if __name__ == "__main__":
-    # If a user's file imports workers, give it this module and not a second copy.
+    # If a user's file imports workers, give it this module instead of a second copy.
     sys.modules["workers"] = sys.modules["__main__"]
     try:
         main()

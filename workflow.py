@@ -603,8 +603,8 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         if token["quote"]:
             pieces.append(repr(string_value(token)))
         else:
-            # Replace white space and comments with a space. Python rejects some white space, such
-            # as a no-break space.
+            # Replace whitespace and comments with a space. Python rejects some whitespace, such as
+            # a no-break space.
             pieces.append("None" if token["nothing"] else token["atom"] or " ")
         depth += (token[0] in "[(") - (token[0] in "])")
         if depth == 0 or depth > 3:
@@ -762,7 +762,7 @@ def carry_out(rollout: Rollout, max_steps: int, judge, edit, call):
     """
     # Parse.
     if rollout.error:
-        return  # The writer failed, so there is no workflow.
+        return  # The rollout was lost before it had a workflow.
     if not rollout.workflow:
         workers = rollout.workers or len(rollout.pool)
         may_keep_answer = rollout.previous is not None
